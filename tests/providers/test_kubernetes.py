@@ -20,7 +20,7 @@ import urllib3
 
 import skyward as sky
 from skyward.nodes.journal import Journal
-from skyward.providers import Order, Request, kubernetes
+from skyward.providers import Order, Request
 from skyward.providers.kubernetes import manifests
 from skyward.providers.kubernetes.manifests import merged
 from skyward.testing import ProviderSuite, plain_request
@@ -198,7 +198,7 @@ def _lose(namespace: kube.Namespace, journal: Journal, pod: str, way: str) -> No
         namespace.call("POST", path, body)
     else:
         provider = namespace.provider()
-        (machine,) = asyncio.run(provider.find(journal.pools()[0].id))
+        (machine,) = asyncio.run(provider.allocate(journal.pools()[0].id).find())
         asyncio.run(machine.run(["sh", "-c", "kill 1"]))
 
 
@@ -273,7 +273,7 @@ def test_a_job_that_was_removed_is_made_again(
     """Also when the API server is busy just then, and its watch ends."""
     with sky.Compute(namespace.provider(), options=RETRYING) as compute:
         (job,) = namespace.batch.list_namespaced_job(namespace.name).items
-        (shared,) = kubernetes._jobs.values()
+        shared: Any = compute._open_pool._fleet._startup._allocation
         request, refused = shared.access._pools.request, []
 
         def busy(method: str, url: str, **given: Any) -> Any:
@@ -352,7 +352,8 @@ def test_a_container_without_a_client_ends_itself(namespace: kube.Namespace) -> 
     provider = namespace.provider(pod_template=merged(kube.template(), impatient))
 
     async def scenario() -> None:
-        machine = await provider.create(Order("idle", 0, plain_request()))
+        allocation = provider.allocate("idle")
+        machine = await allocation.get(Order("idle", 0, plain_request()))
         assert await machine.run(["sleep", "20"]) == 0
         async with asyncio.timeout(60):
             while await machine.alive():
@@ -360,8 +361,7 @@ def test_a_container_without_a_client_ends_itself(namespace: kube.Namespace) -> 
         await machine.destroy()
         # A pod that was lost would be ordered again; this one is not.
         await asyncio.to_thread(namespace.until_not_empty)
-        for shared in list(kubernetes._jobs.values()):
-            await shared.remove()
+        await allocation.close()
 
     asyncio.run(scenario())
 
@@ -391,7 +391,7 @@ class Refusals:
         told = self.told[name] = []
         order = Order(f"refused-{name.replace(' ', '-')}", 0, request, tell=told.append)
         try:
-            machine = await provider.create(order)
+            machine = await provider.allocate(order.pool).get(order)
         except (sky.PoolStartError, sky.ConfigurationError) as problem:
             self.errors[name] = str(problem)
             return
@@ -506,8 +506,9 @@ def test_without_rights_the_error_names_what_is_forbidden(
         user={"token": namespace.user()},
         namespace=namespace.name,
     )
+    order = Order("denied", 0, plain_request())
     with pytest.raises(sky.PoolStartError, match=r"cannot create resource .*jobs.* has the Role"):
-        asyncio.run(kube.provider(kubeconfig).create(Order("denied", 0, plain_request())))
+        asyncio.run(kube.provider(kubeconfig).allocate("denied").get(order))
 
 
 def test_a_right_that_is_needed_later_is_missed_at_once(
@@ -526,8 +527,9 @@ def test_a_right_that_is_needed_later_is_missed_at_once(
         user={"token": namespace.user(*rules)},
         namespace=namespace.name,
     )
+    order = Order("denied", 0, plain_request())
     with pytest.raises(sky.PoolStartError, match=r"cannot patch resource .*jobs.* has the Role"):
-        asyncio.run(kube.provider(kubeconfig).create(Order("denied", 0, plain_request())))
+        asyncio.run(kube.provider(kubeconfig).allocate("denied").get(order))
     assert namespace.objects(ending=False) == set()
 
 

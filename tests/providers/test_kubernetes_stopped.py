@@ -22,12 +22,20 @@ from skyward.providers.kubernetes.access import (
     Object,
     Place,
 )
+from skyward.providers.kubernetes.machine import PodMachine
 from skyward.providers.kubernetes.manifests import JOB, Pod
-from skyward.providers.kubernetes.pods import Pods
-from skyward.providers.together import GATHER_SECONDS
+from skyward.providers.kubernetes.pods import PodAllocation, PodSettings
 
 REQUEST = Request(
     accelerator=None, vcpus=None, memory_gb=None, image=sky.Image(), volumes=(), keep=True
+)
+SETTINGS = PodSettings(
+    Place("/config", None, "here"),
+    lambda _: Pod("busybox"),
+    job=None,
+    python=None,
+    direct=True,
+    timeout=60.0,
 )
 
 
@@ -93,18 +101,24 @@ class Cluster:
     def run(self, pods: int) -> None:
         self._running = pods
 
+    place = SETTINGS.place
+
     def stop_watching(self) -> None: ...
 
     def close(self) -> None: ...
 
-    def pods(self, request: Request = REQUEST) -> Pods:
-        """Those of its Job; call it on an event loop."""
-        access = cast(Access, self)
-        return Pods(access, "sky-a", Pod("busybox"), request, keep=False, forget=lambda _: None)
+    def pods(self) -> PodAllocation:
+        """Those of its Job."""
+        found = PodAllocation("a", SETTINGS)
+        found._connection = cast(Access, self)
+        return found
 
 
-async def get(pods: Pods, node: int, seconds: float = 60.0) -> Object:
-    return await pods.get(Order("a", node, REQUEST), seconds)
+async def get(
+    pods: PodAllocation, node: int, seconds: float = 60.0, request: Request = REQUEST
+) -> PodMachine:
+    pods.timeout = seconds
+    return await pods.get(Order("a", node, request))
 
 
 @pytest.fixture
@@ -115,7 +129,7 @@ def no_events(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_that_fails_on_all_nodes_leaves_the_job_that_it_found(no_events: None) -> None:
     cluster = Cluster(0, has_job=True)
 
-    async def start() -> list[Object | BaseException]:
+    async def start() -> list[Any]:
         pods = cluster.pods()
         both = get(pods, 0, 0.3), get(pods, 1, 0.3)
         return await asyncio.gather(*both, return_exceptions=True)
@@ -142,13 +156,14 @@ def test_a_pool_stays_when_its_client_leaves_while_a_node_is_pending(no_events: 
 
     async def leave() -> list[int | None]:
         pods = cluster.pods()
+        pods.expect([0, 1])
         second = asyncio.create_task(get(pods, 1))
         await get(pods, 0)
         before = list(cluster.deadlines)
         second.cancel()
         await asyncio.wait([second])
         await pods.release(1)
-        await pods.leave()
+        await pods.close()
         return before
 
     before = asyncio.run(leave())
@@ -166,9 +181,9 @@ def test_a_stopped_pool_has_no_deadline_and_its_ttl_counts_from_the_next_start(
     assert cluster.job["spec"] == {"parallelism": 0, "activeDeadlineSeconds": None}
 
     async def start() -> None:
-        pods = cluster.pods(dataclasses.replace(REQUEST, ttl=600.0))
-        await get(pods, 0)
-        await pods.leave()
+        pods = cluster.pods()
+        await get(pods, 0, request=dataclasses.replace(REQUEST, ttl=600.0))
+        await pods.close()
 
     cluster.run(1)
     asyncio.run(start())
@@ -192,32 +207,12 @@ def test_a_container_of_a_pool_that_stays_outlives_the_stop_of_the_slowest_agent
     assert f"left={manifests.AGENTLESS_SECONDS}\n" in others
 
 
-def test_nodes_that_are_ordered_together_get_one_job_however_late_an_order_is(
-    no_events: None,
-) -> None:
-    """A queue admits the pods that a Job has when it is made."""
-    cluster = Cluster(2, has_job=False)
-    both = frozenset((0, 1))
-
-    async def start() -> None:
-        pods = cluster.pods()
-        orders = [Order("a", node, REQUEST, together=both) for node in sorted(both)]
-        first = asyncio.create_task(pods.get(orders[0], 60))
-        await asyncio.sleep(6 * GATHER_SECONDS)
-        await asyncio.gather(first, pods.get(orders[1], 60))
-        await pods.leave()
-
-    asyncio.run(start())
-    assert cluster.made == [2]
-
-
 class TestNothingIsLost:
     """Whenever `sky stop` or `sky start` is killed, the Job and its claims are there."""
 
-    async def start(self, cluster: Cluster, *nodes: int) -> Pods:
+    async def start(self, cluster: Cluster, *nodes: int) -> PodAllocation:
         pods = cluster.pods()
-        orders = [Order("a", node, REQUEST, together=frozenset(nodes)) for node in nodes]
-        await asyncio.gather(*(pods.get(order, 60) for order in orders))
+        await asyncio.gather(*(get(pods, node) for node in nodes))
         return pods
 
     def test_a_job_that_is_spared_stays_so_until_all_its_nodes_have_agents(
@@ -235,7 +230,7 @@ class TestNothingIsLost:
             seen.append(jobs.is_spared(cluster.job))
             await pods.after_start(1)
             seen.append(jobs.is_spared(cluster.job))
-            await pods.leave()
+            await pods.close()
 
         asyncio.run(start())
         assert seen == [True, True, False]
@@ -250,7 +245,7 @@ class TestNothingIsLost:
             assert ("jobs", "sky-a") in cluster.deleted
             assert jobs.is_spared(cluster.job)
             await pods.after_start(0)
-            await pods.leave()
+            await pods.close()
 
         asyncio.run(start())
         assert cluster.job["spec"]["ttlSecondsAfterFinished"] == manifests.TTL_SECONDS

@@ -11,9 +11,10 @@ from packaging.version import Version
 
 import skyward as sky
 from skytorch.client.resources import Resources
-from skyward.providers import Order
+from skyward.providers import Order, tell_nobody
 from skyward.providers.kubernetes.machine import PodMachine
 from skyward.providers.kubernetes.manifests import CONTAINER
+from skyward.providers.kubernetes.pods import PodAllocation, PodSettings
 
 _CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
@@ -26,15 +27,22 @@ class Kubernetes(sky.Kubernetes):
         default=None, repr=False, compare=False
     )
 
-    async def create(self, order: Order) -> PodMachine:
-        """Have a pod made, and tell what it waits for."""
+    def allocate(self, pool: str) -> PodAllocation:
+        """The pods of one Job, which also tell the compute what they wait for."""
+        return _ToldPods(pool, self._settings, self.on_pending or tell_nobody)
 
+
+class _ToldPods(PodAllocation):
+    def __init__(self, pool: str, settings: PodSettings, told: Callable[[str], None]) -> None:
+        super().__init__(pool, settings)
+        self._told = told
+
+    async def get(self, order: Order) -> PodMachine:
         def tell(reason: str) -> None:
             order.tell(reason)
-            if self.on_pending is not None:
-                self.on_pending(reason)
+            self._told(reason)
 
-        return await super().create(dataclasses.replace(order, tell=tell))
+        return await super().get(dataclasses.replace(order, tell=tell))
 
 
 def template(

@@ -39,6 +39,12 @@ class WantedMachine(Generic[M]):
         """Whether the node has neither a machine nor a reason why there is none."""
         return not self.machine.done()
 
+    @property
+    def has_machine(self) -> bool:
+        """Whether the node has got its machine."""
+        done = self.machine.done() and not self.machine.cancelled()
+        return done and self.machine.exception() is None
+
     def refuse(self, problem: BaseException) -> None:
         """Tell the node, if it waits, why it has no machine."""
         if self.waits:
@@ -64,6 +70,8 @@ class SharedAllocation(Allocation[M]):
         self._expected: set[int] = set()
         self._arrived = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
+        self._changing = asyncio.Lock()
+        """Held while the provider is asked, or gets nodes back."""
         self._released: set[int] = set()
         self._releasing: asyncio.Task[None] | None = None
         self._lost: set[int] = set()
@@ -115,8 +123,7 @@ class SharedAllocation(Allocation[M]):
         self._released.discard(node)
         self._lost.discard(node)
         self.expect_no_more(node)
-        if self._asking is None or self._asking.done():
-            self._asking = self.start(self._ask())
+        self._ask_soon()
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 return await asyncio.shield(wanted.machine)
@@ -202,6 +209,16 @@ class SharedAllocation(Allocation[M]):
         if not task.cancelled() and (problem := task.exception()) is not None:
             self.refuse(self.wanted, problem)
 
+    def ask_again(self) -> None:
+        """Ask for the nodes that wait once more: what they were asked for with is gone."""
+        for wanted in self.wanted.values():
+            wanted.asked = wanted.asked and not wanted.waits
+        self._ask_soon()
+
+    def _ask_soon(self) -> None:
+        if self._asking is None or self._asking.done():
+            self._asking = self.start(self._ask())
+
     async def _ask(self) -> None:
         """Ask for the nodes that were ordered, when all that are expected have been."""
         while True:
@@ -212,23 +229,31 @@ class SharedAllocation(Allocation[M]):
             await asyncio.sleep(GATHER_SECONDS)
             if self._expected:
                 continue
-            nodes = sorted(node for node, wanted in self.wanted.items() if not wanted.asked)
-            if not nodes:
-                return
-            for node in nodes:
-                self.wanted[node].asked = True
-            try:
-                await self.ask(nodes)
-            except Exception as problem:
-                self.refuse(nodes, problem)
+            async with self._changing:
+                nodes = sorted(node for node, wanted in self.wanted.items() if not wanted.asked)
+                if not nodes:
+                    return
+                for node in nodes:
+                    self.wanted[node].asked = True
+                try:
+                    await self.ask(nodes)
+                except Exception as problem:
+                    self.refuse(nodes, problem)
 
     async def _settle(self, node: int, wanted: WantedMachine[M]) -> None:
-        """After a cancelled `get`, forget a node that nobody was asked for."""
-        wanted.machine.cancel()
-        if wanted.asked:
+        """After a cancelled `get`, forget a node that nobody was asked for, or that was refused."""
+        if not wanted.asked:
+            del self.wanted[node]
+            return
+        async with self._changing:
+            pass  # Whether there is a machine is known after the request.
+        if self.wanted.get(node) is not wanted:
+            return
+        if wanted.waits or wanted.has_machine:
+            wanted.machine.cancel()
             await self.cancelled(node)
         else:
-            del self.wanted[node]
+            await self.release(node)
 
     async def _give_up(self, node: int, wanted: WantedMachine[M], problem: Exception) -> None:
         """Leave nothing of a node without a machine; what fails now is noted on the problem."""
@@ -248,13 +273,14 @@ class SharedAllocation(Allocation[M]):
     async def _release(self) -> None:
         # The other nodes of the pool may be released as well.
         await asyncio.sleep(GATHER_SECONDS)
-        gone, self._released, self._releasing = sorted(self._released), set(), None
-        if not gone:
-            return  # All of them were ordered again.
-        if self.wanted or self._lost:
-            await self.shrink(gone)
-        else:
-            await self.remove()
+        async with self._changing:
+            gone, self._released, self._releasing = sorted(self._released), set(), None
+            if not gone:
+                return  # All of them were ordered again.
+            if self.wanted or self._lost:
+                await self.shrink(gone)
+            else:
+                await self.remove()
 
     async def _release_later(self, node: int) -> None:
         await asyncio.sleep(REORDER_SECONDS)

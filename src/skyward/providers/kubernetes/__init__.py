@@ -12,12 +12,11 @@ from typing import Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError
-from skyward.providers import Allocation, Capabilities, Order, Remains, Request
+from skyward.providers import Capabilities, Remains, Request
 from skyward.providers.kubernetes import jobs, manifests, remains
-from skyward.providers.kubernetes.access import Access, Object, Place, resolve
-from skyward.providers.kubernetes.machine import PodMachine
-from skyward.providers.kubernetes.manifests import JOB, NODE, Pod, job_name
-from skyward.providers.kubernetes.pods import Pods, is_usable
+from skyward.providers.kubernetes.access import Access, Place, resolve
+from skyward.providers.kubernetes.manifests import Pod, job_name
+from skyward.providers.kubernetes.pods import PodAllocation, PodSettings
 
 __all__ = ["Kubernetes"]
 
@@ -25,9 +24,6 @@ IMAGE = "SKYWARD_KUBERNETES_IMAGE"
 TEMPLATE = "SKYWARD_KUBERNETES_TEMPLATE"
 PYTHON = "SKYWARD_KUBERNETES_PYTHON"
 _JOB = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,57}[a-z0-9])?")
-_Key = tuple[asyncio.AbstractEventLoop, Place, str]
-_jobs: dict[_Key, Pods] = {}
-"""The Jobs that this process has made, each on the event loop that asked for it."""
 
 
 @dataclass(frozen=True)
@@ -146,44 +142,20 @@ class Kubernetes:
         """None: what a cluster's nodes cost is unknown."""
         return None
 
-    def allocate(self, pool: str) -> Allocation[PodMachine]:
-        """The pool's machines, made one by one."""
-        return Allocation(self, pool)
+    def allocate(self, pool: str) -> PodAllocation:
+        """The pods of one Job."""
+        return PodAllocation(pool, self._settings)
 
-    async def create(self, order: Order) -> PodMachine:
-        """Have the pool's Job keep a pod for the node, and wait until the pod runs."""
-        shared = await self._shared(order)
-        pod = await shared.get(order, self.timeout)
-        return self._machine(shared.access, shared.job, order.node, pod, shared)
-
-    async def _shared(self, order: Order) -> Pods:
-        """The pods of the Job that the order is for."""
-        key = asyncio.get_running_loop(), self._place, job_name(self.job or order.pool)
-        wanted = self._pod(order), order.request
-        shared = _jobs.get(key)
-        if shared is not None and not shared.closed and not shared.is_for(*wanted):
-            if not shared.is_idle:
-                raise ConfigurationError(
-                    f"Kubernetes(job={self.job!r}): this process uses that Job with other "
-                    "arguments; end that pool first, or give this one another name"
-                )
-            await shared.leave()
-        if key not in _jobs or _jobs[key].closed:
-            access = await asyncio.to_thread(Access, self._place)
-            # Another node of the pool may have been as quick.
-            if key not in _jobs or _jobs[key].closed:
-                _jobs[key] = Pods(
-                    access,
-                    key[-1],
-                    *wanted,
-                    keep=self.job is not None,
-                    forget=lambda pods: _forget(key, pods),
-                )
-        return _jobs[key]
-
-    async def find(self, pool: str) -> Sequence[PodMachine]:
-        """The nodes that the pool's Job was asked for, with their pods."""
-        return await asyncio.to_thread(self._find, pool, asyncio.get_running_loop())
+    @property
+    def _settings(self) -> PodSettings:
+        return PodSettings(
+            self._place,
+            self._pod,
+            job=self.job,
+            python=self.python,
+            direct=self.direct,
+            timeout=self.timeout,
+        )
 
     async def remains(self) -> Sequence[Remains]:
         """The Jobs of all pools in the namespace, with what they own."""
@@ -228,35 +200,9 @@ class Kubernetes:
             job = jobs.find(access, pool)
             if job is None:
                 return
-            name = job["metadata"]["name"]
-            for (loop, place, there), shared in list(_jobs.items()):
-                # This process may have made it, and would take its pods for those of now.
-                if (place, there) == (self._place, name) and loop.is_running():
-                    asyncio.run_coroutine_threadsafe(shared.leave(), loop).result()
-            jobs.empty(access, name)
+            jobs.empty(access, job["metadata"]["name"])
         finally:
             access.close()
-
-    def _find(self, pool: str, loop: asyncio.AbstractEventLoop) -> list[PodMachine]:
-        access = Access(self._place)
-        job = jobs.find(access, pool)
-        if job is None:
-            return []
-        name = job["metadata"]["name"]
-        there = access.get("pods", labelSelector=f"{JOB}={name}")["items"]
-        # Of a node's pods, the one that runs comes last.
-        there.sort(key=is_usable)
-        by_node = {int(each["metadata"]["labels"].get(NODE, -1)): each for each in there}
-        shared = _jobs.get((loop, self._place, name))
-        return [
-            self._machine(access, name, node, by_node.get(node), shared)
-            for node in jobs.nodes_of(job)
-        ]
-
-    def _machine(
-        self, access: Access, job: str, node: int, pod: Object | None, shared: Pods | None
-    ) -> PodMachine:
-        return PodMachine(access, job, node, pod, self.python, shared=shared, direct=self.direct)
 
     def delete(self, *, unused: bool = False) -> None:
         """Remove the Job named `job`, with its pods and all else that it owns, if there is one.
@@ -267,18 +213,16 @@ class Kubernetes:
         """
         if self.job is None:
             raise ConfigurationError(f"{self}: there is no job to delete; name it with job=")
-        name = job_name(self.job)
-        for (loop, place, job), shared in list(_jobs.items()):
-            if (place, job) == (self._place, name) and loop.is_running():
-                if not unused or (shared.is_own and shared.is_idle):
-                    asyncio.run_coroutine_threadsafe(shared.remove(), loop).result()
-                return
-        if not unused:
-            jobs.remove(Access(self._place), name)
+        access, name = Access(self._place), job_name(self.job)
+        try:
+            if not unused or jobs.is_idle(access, name):
+                jobs.remove(access, name)
+        finally:
+            access.close()
 
-    def _pod(self, order: Order) -> Pod:
+    def _pod(self, request: Request) -> Pod:
         return Pod(
-            image=self.image or os.environ.get(IMAGE) or _official_python(order.request),
+            image=self.image or os.environ.get(IMAGE) or _official_python(request),
             service_account=self.service_account,
             node_selector=self.node_selector,
             tolerations=self.tolerations or (),
@@ -289,11 +233,6 @@ class Kubernetes:
             cache=self.cache,
             command=self.command,
         )
-
-
-def _forget(key: _Key, pods: Pods) -> None:
-    if _jobs.get(key) is pods:
-        del _jobs[key]
 
 
 def _official_python(request: Request) -> str:

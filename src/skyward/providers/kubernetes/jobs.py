@@ -31,6 +31,8 @@ from skyward.providers.kubernetes.manifests import (
     LEFT_BY,
     NODE,
     NODES,
+    OWNER,
+    PID,
     POOL,
     SPEC,
     TTL_SECONDS,
@@ -146,10 +148,13 @@ def _used(
     except NotFoundError:
         return access.create("jobs", manifest), True
     about, wanted = there["metadata"], manifest["metadata"]
-    if (
-        has_ended(there)
-        or (about.get("annotations") or {}).get(SPEC) != wanted["annotations"][SPEC]
-    ):
+    differs = (about.get("annotations") or {}).get(SPEC) != wanted["annotations"][SPEC]
+    if differs and not has_ended(there) and nodes_of(there) and is_of_this_process(there):
+        raise ConfigurationError(
+            f"Kubernetes(job={name!r}): this process uses that Job with other arguments; end that "
+            "pool first, or give this one another name"
+        )
+    if differs or has_ended(there):
         if is_spared(there):
             _spared(manifest)
         return _replaced(access, name, manifest, claims), True
@@ -174,6 +179,15 @@ def _replaced(access: Access, name: str, manifest: Object, claims: Sequence[Clai
     for claim in kept:
         _give(access, claim, _owner(made))
     return made
+
+
+def is_idle(access: Access, name: str) -> bool:
+    """Whether this process made the Job of that name, and no pool uses it now."""
+    try:
+        job = access.get("jobs", name)
+    except NotFoundError:
+        return False
+    return is_of_this_process(job) and not nodes_of(job)
 
 
 def has_ended(job: Object) -> bool:
@@ -278,6 +292,12 @@ def add_pod(access: Access, name: str) -> None:
 
 
 # The end of nodes and pools.
+
+
+def is_of_this_process(job: Object) -> bool:
+    """Whether this process has made or used a Job last."""
+    told, mine = job["metadata"].get("annotations") or {}, manifests.about("")
+    return all(told.get(each) == mine[each] for each in (OWNER, PID))
 
 
 def nodes_of(job: Object) -> list[int]:

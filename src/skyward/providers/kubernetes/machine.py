@@ -7,17 +7,36 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from skyward.errors import UnreachableError
 from skyward.providers import LOOPBACK, Machine
 from skyward.providers.container import commands
-from skyward.providers.kubernetes import jobs, pending, streams
-from skyward.providers.kubernetes.access import Access, ApiError, NotFoundError, Object
-from skyward.providers.kubernetes.pods import Pods, is_usable
+from skyward.providers.kubernetes import pending, streams
+from skyward.providers.kubernetes.access import Access, ApiError, Object
 from skyward.wire.connecting import host_and_port
 
 ENDED_SECONDS = 3.0
 """How long after a failed command the client waits to hear that its pod has ended."""
+
+
+class PodKeeper(Protocol):
+    """What a pod's machine needs of the pool's other pods."""
+
+    job: str
+
+    @property
+    def access(self) -> Access:
+        """The connection to the API server."""
+
+    async def look(self, name: str) -> Object | None:
+        """A pod as it is known; None if it is gone."""
+
+    async def after_start(self, node: int) -> None:
+        """Note that a node has an agent."""
+
+    async def end(self, node: int) -> None:
+        """Remove a node's pod; with the last node, everything that is not to be kept."""
 
 
 class PodMachine(Machine):
@@ -27,18 +46,15 @@ class PodMachine(Machine):
 
     def __init__(
         self,
-        access: Access,
-        job: str,
+        keeper: PodKeeper,
         node: int,
         pod: Object | None,
         python: str | None,
         *,
-        shared: Pods | None = None,
         direct: bool = True,
     ) -> None:
-        """`shared` has the Job's pods in the process that made it; another process has none."""
-        self._access, self._job, self._shared = access, job, shared
-        self.id = f"{access.place.namespace}/{job}-{node}"
+        self._access, self._keeper = keeper.access, keeper
+        self.id = f"{keeper.access.place.namespace}/{keeper.job}-{node}"
         self.node, self.python = node, python
         self._pod = pod["metadata"]["name"] if pod else ""
         self._uid = pod["metadata"]["uid"] if pod else ""
@@ -106,26 +122,22 @@ class PodMachine(Machine):
         """Whether the pod exists and has not ended."""
         if self._destroyed or not self._pod:
             return False
-        if self._shared is not None:
-            found = self._shared.look(self._pod)
-        else:
-            try:
-                found = await asyncio.to_thread(self._access.get, "pods", self._pod)
-            except NotFoundError:
-                return False
+        found = await self._keeper.look(self._pod)
         return found is not None and found["metadata"]["uid"] == self._uid and is_usable(found)
 
     async def after_start(self) -> None:
         """Have the Job go after its end again, with all that it owns."""
-        if self._shared is not None:
-            await self._shared.after_start(self.node)
+        await self._keeper.after_start(self.node)
 
     async def destroy(self) -> None:
         """Remove the pod, and with the pool's last one the Job and all that it owns."""
         if self._destroyed:
             return
-        if self._shared is not None:
-            await self._shared.release(self.node)
-        else:
-            await asyncio.to_thread(jobs.release, self._access, self._job, self.node)
+        await self._keeper.end(self.node)
         self._destroyed = True
+
+
+def is_usable(pod: Object) -> bool:
+    """Whether the pod runs, or will."""
+    gone = pod["metadata"].get("deletionTimestamp") is not None
+    return not gone and (pod.get("status") or {}).get("phase") in (None, "Pending", "Running")
