@@ -32,6 +32,7 @@ Eventually = Callable[..., None]
 ALL = bool(os.environ.get("SKYWARD_TEST_ALL"))
 """Whether everything is tested, as `make test-all` does: also what takes long and rarely fails."""
 only_in_all = pytest.mark.skipif(not ALL, reason="takes long and rarely fails: make test-all")
+other_case = pytest.mark.skipif(not ALL, reason="another case of a test that runs: make test-all")
 Sharing = Callable[[sky.Compute], contextlib.AbstractContextManager[sky.Compute]]
 
 _shared_pools: list[sky.Compute] = []

@@ -200,6 +200,7 @@ LONG = {
     "hf_trainer",
     "jax_psum",
     "keras_digits",
+    "model_roundtrip",
     "model_store",
     "profile_training",
     "skytorch_cluster",

@@ -23,7 +23,7 @@ import skyward as sky
 from skyward.wire.frames import META_LIMIT
 from skyward.worker.output import PIECE, LineCutter
 
-from .conftest import PATIENCE
+from .conftest import PATIENCE, other_case
 from .waiting import wait_for
 
 QUIET = sky.Options(console=False)
@@ -176,7 +176,7 @@ def test_the_last_words_of_a_process_that_dies_are_heard(compute, printed, event
     eventually(lambda: printed == ["goodbye", "world"])
 
 
-@pytest.mark.parametrize("kind", ["compute", "threads"])
+@pytest.mark.parametrize("kind", ["compute", pytest.param("threads", marks=other_case)])
 def test_a_hundred_thousand_lines_arrive_whole_and_in_order(kind, request, printed):
     assert count_lines(100_000) >> request.getfixturevalue(kind) == 100_000
 

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 FEW = (
     "tests/wire/test_large.py",
     "tests/wire/test_listening.py",
-    "tests/test_functions.py",
     "tests/device/test_training.py",
 )
 MANY = (

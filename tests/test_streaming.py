@@ -379,11 +379,12 @@ def test_closing_interrupts_a_generator_that_is_busy_between_values(
 
 
 def test_a_timeout_counts_for_the_whole_stream(compute, tmp_path, eventually, idle, patient):
-    @sky.function(timeout=3)
+    @sky.function(timeout=1)
     def endless(closed):
         try:
             while True:
                 yield 1
+                time.sleep(0.01)
         finally:
             Path(closed).touch()
 
@@ -402,6 +403,7 @@ def test_a_generator_that_is_stopped_may_clean_up_in_peace(executor, tmp_path, e
         try:
             while True:
                 yield 1
+                time.sleep(0.01)
         finally:
             time.sleep(0.1)
             (tmp_path / str(number)).touch()

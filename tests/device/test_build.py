@@ -25,7 +25,7 @@ from skyward.events import EventStream
 from skyward.nodes.devices import DeviceDesk
 from skyward.wire.messages import CloseDevice, Message, OpenDevice
 
-from ..conftest import Eventually, has_compiler, only_in_all
+from ..conftest import Eventually, has_compiler, only_in_all, other_case
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
 
@@ -135,7 +135,7 @@ def test_a_killed_compile_goes_on_where_it_was(workshop: Workshop, eventually: E
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=other_case)])
 def test_a_compile_that_is_ended_leaves_neither_files_nor_compilers(
     workshop: Workshop, eventually: Eventually, number: signal.Signals
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_slot_with_another_tensor_is_not_filled_with_the_old_one(pool, store) 
         new.sum().item()
 
 
+@only_in_all
 def test_a_device_can_be_lost_again_and_again(pool, store) -> None:
     device = pool.device("cpu")
     x = torch.zeros(3, device=device)
@@ -327,6 +328,7 @@ with sky.Compute(options=sky.Options(console=False)) as compute:
 """
 
 
+@only_in_all
 def test_another_program_gets_the_named_objects(pool, store, tmp_path: Path) -> None:
     device = pool.device("cpu")
     model = nn.Linear(4, 4).to(device)

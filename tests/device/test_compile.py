@@ -19,7 +19,7 @@ import skyward as sky
 from skyward.device.graphs import shipping
 from skyward.device.graphs.text import Compiled
 
-from ..conftest import only_in_all
+from ..conftest import ALL, only_in_all
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning"),
@@ -58,12 +58,14 @@ def test_a_compiled_model_with_attention_learns_as_it_does_uncompiled(
     model = Model().to(device)
     torch.compiler.reset()
     compiled = torch.compile(model, backend=backend)
-    for length in (5, 7):
+    # A second length is compiled anew, for all lengths, which takes as long again.
+    for length in (5, 7) if ALL else (5,):
         tokens = torch.arange(2 * length, device=device).view(2, length) % 11
         plain = _loss_and_gradients(model, model, tokens)
         torch.testing.assert_close(_loss_and_gradients(model, compiled, tokens), plain)
-    with torch.inference_mode():
-        torch.testing.assert_close(compiled(tokens).cpu(), model(tokens).cpu())
+    if ALL:
+        with torch.inference_mode():
+            torch.testing.assert_close(compiled(tokens).cpu(), model(tokens).cpu())
 
 
 @pytest.mark.parametrize("options", [{"backend": "sky"}, {"mode": "reduce-overhead"}])
@@ -86,6 +88,8 @@ def test_a_call_of_a_compiled_model_is_one_operation_each_way(
     after = sky.device_stats(device)
     assert after.operations - before.operations == 2
     assert after.waits == before.waits
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(rows).cpu(), model(rows).cpu())
 
 
 def _written(x: torch.Tensor) -> torch.Tensor:

@@ -647,6 +647,7 @@ def test_copies_go_through_the_client_where_nodes_do_not_reach_each_other(
         assert sky.device_stats(first).bytes_to_devices == 0
 
 
+@only_in_all
 def test_a_holder_that_does_not_reach_the_third_node_is_passed_over_in_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -685,6 +686,7 @@ def test_a_link_that_is_cut_goes_on_where_it_was(
     assert proxy.cuts - before == 3
 
 
+@only_in_all
 @pytest.mark.parametrize(("mode", "waits"), [("reduce-overhead", True), ("default", False)])
 def test_a_graph_that_uses_its_memory_again_waits_until_its_result_has_left(
     proxied: tuple[list[torch.device], Proxy], mode: str, waits: bool

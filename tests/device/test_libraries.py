@@ -239,6 +239,7 @@ def test_beside_a_gpu_accelerate_uses_that_gpu(device: torch.device) -> None:
     assert PartialState().default_device == device
 
 
+@only_in_all
 @pytest.mark.slow
 def test_without_a_device_accelerate_is_as_before() -> None:
     """Slow: another process imports accelerate and opens a pool."""
@@ -598,6 +599,7 @@ def test_an_operator_that_is_registered_in_cpp_runs_on_the_node(
         assert (kept.tolist(), count) == ([1.0, 2.0, 3.0], 3)
 
 
+@only_in_all
 def test_a_compiled_graph_has_operators_of_another_library(with_library: torch.device) -> None:
     torch.compiler.reset()
 

@@ -178,6 +178,7 @@ def test_a_link_that_falls_silent_is_made_anew(
     assert x.sum().item() == 36.0 + 8 * 200
 
 
+@only_in_all
 def test_nothing_is_made_anew_while_the_worker_only_takes_its_time(
     remote: torch.device, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

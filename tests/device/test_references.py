@@ -404,6 +404,7 @@ def test_threads_of_one_executor_share_it_too() -> None:
         assert x.sum().item() == 100 * 45
 
 
+@only_in_all
 def test_over_tls_it_is_the_same_until_the_pool_is_closed(compute) -> None:
     options = sky.Options(console=False)
     with sky.Compute(sky.Local(transport="tcp"), options=options) as other:
@@ -578,6 +579,7 @@ def mortal(sharing) -> Iterator[sky.Compute]:
         yield compute
 
 
+@only_in_all
 def test_a_device_that_ends_leaves_the_function_its_memory(
     mortal: sky.Compute, tmp_path: Path, eventually
 ) -> None:

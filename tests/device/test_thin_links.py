@@ -22,7 +22,7 @@ from skyward.device import build, remembered
 from skyward.device.core import core
 from skyward.wire.link.records import TLS_OVERHEAD, TLS_RECORD
 
-from ..conftest import Eventually, only_in_all
+from ..conftest import Eventually, only_in_all, other_case
 from .comparison import moved
 from .test_defects import device_processes
 
@@ -420,7 +420,7 @@ def far_device() -> Iterator[torch.device]:
         yield compute.device("cpu")
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("later", [pytest.param(False, marks=other_case), True])
 def test_an_answer_that_is_not_right_is_an_error_once_and_then_the_worker_is_asked(
     answers: Path, later: bool
 ) -> None:

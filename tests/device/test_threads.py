@@ -212,17 +212,26 @@ def test_a_forked_child_cannot_disturb_the_parent(device: torch.device) -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_child_may_end_as_processes_do(device: torch.device) -> None:
-    """Slow: a client of its own, whose child runs through all of Python's finalisation."""
+def test_a_forked_child_and_another_client_may_end_as_processes_do(device: torch.device) -> None:
+    """Slow: a client of its own, whose child runs through all of Python's finalisation.
+
+    Its device comes after its first backward pass, which has set up autograd without the device.
+    """
+    ours = torch.arange(5.0, device=device)
     script = """
         import os, sys, torch
         import skyward as sky
+        w = torch.ones(3, requires_grad=True)
+        w.sum().backward()
         with sky.Compute(options=sky.Options(console=False)) as compute:
             x = torch.arange(4.0, device=compute.device("cpu"))
             x.sum().item()
             if not (pid := os.fork()):
                 sys.exit(7)
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), x.sum().item())
+            y = torch.ones(3, device=x.device, requires_grad=True)
+            (y * 2).sum().backward()
+            print(y.grad.sum().item())
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
@@ -231,7 +240,8 @@ def test_a_forked_child_may_end_as_processes_do(device: torch.device) -> None:
         timeout=60,
         check=True,
     )
-    assert done.stdout.split() == ["7", "6.0"]
+    assert done.stdout.split() == ["7", "6.0", "6.0"]
+    assert (ours + 1).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 @only_in_all

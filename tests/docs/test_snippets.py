@@ -27,9 +27,15 @@ OTHERS = {
 NEEDING = [each for found in ALL.values() for each in found if each.needs is not None]
 
 
-SLOW = ("docs/device.md", "README.md")
-"""torch.compile takes long, and the device's own tests run what the page shows; the README is run
-as a script by `tests/test_examples.py`."""
+SLOW = (
+    "docs/device.md",
+    "docs/guides/broadcast.md",
+    "docs/guides/round-trip.md",
+    "README.md",
+)
+"""torch.compile and training on several nodes take long, and the tests of the device and of the
+torch plugin run what the pages show; the round trip is that of `docs/index.md`; the README is a
+script of `tests/test_examples.py`."""
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 
 import skyward as sky
 
-from ..conftest import PATIENCE
+from ..conftest import PATIENCE, other_case
 
 Eventually = Callable[..., None]
 
@@ -175,8 +175,16 @@ def client(tmp_path: Path) -> Iterator[Callable[..., Script]]:
 # Deaths of the client.
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    ("number", "transport"),
+    [
+        (signal.SIGKILL, "unix"),
+        (signal.SIGTERM, "tcp"),
+        pytest.param(signal.SIGKILL, "tcp", marks=other_case),
+        pytest.param(signal.SIGTERM, "unix", marks=other_case),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_killed_client_leaves_no_process_and_no_folder(
     client: Callable[..., Script],
     eventually: Eventually,
@@ -203,16 +211,16 @@ def test_a_killed_client_leaves_no_process_and_no_folder(
 
 
 @pytest.mark.parametrize(
-    ("last", "status"),
+    ("last", "status", "within"),
     [
-        ("raise LookupError('unhandled')", 1),
-        ("sys.exit(5)", 5),
-        ("os._exit(6)", 6),
-        ("raise KeyboardInterrupt", -signal.SIGINT),
+        pytest.param("raise LookupError('unhandled')", 1, True, id="exception"),
+        pytest.param("sys.exit(5)", 5, False, id="entered-only-sys.exit"),
+        pytest.param("os._exit(6)", 6, True, id="os._exit"),
+        pytest.param("raise KeyboardInterrupt", -signal.SIGINT, True, id="KeyboardInterrupt"),
+        pytest.param("sys.exit(5)", 5, True, id="sys.exit", marks=other_case),
+        pytest.param("os._exit(6)", 6, False, id="entered-only-os._exit", marks=other_case),
     ],
-    ids=["exception", "sys.exit", "os._exit", "KeyboardInterrupt"],
 )
-@pytest.mark.parametrize("within", [True, False], ids=["with", "entered-only"])
 def test_a_client_that_ends_amid_a_task_leaves_nothing(
     client: Callable[..., Script],
     eventually: Eventually,
@@ -246,7 +254,10 @@ def test_a_client_that_ends_amid_a_task_leaves_nothing(
 # Ctrl-C.
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.05, 0.15, 0.3, 0.5])
+@pytest.mark.parametrize(
+    "moment",
+    [0.0, pytest.param(0.05, marks=other_case), 0.15, pytest.param(0.3, marks=other_case), 0.5],
+)
 def test_ctrl_c_while_a_pool_starts_takes_it_down(
     client: Callable[..., Script], eventually: Eventually, moment: float
 ) -> None:
@@ -312,38 +323,39 @@ def test_ctrl_c_during_a_call_cancels_it_and_the_next_call_works(
     assert script.errors == ""
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "sleeps(sys.argv[1]) @ compute",
-        "sky.gather(*[sleeps(sys.argv[1])] * 5) >> compute",
-        "next(sky.gather(*[sleeps(sys.argv[1])] * 5, stream=True) >> compute)",
-        "next(compute.map(sleeps, [sys.argv[1]] * 5))",
-        "(sleeps(sys.argv[1]) > compute).result()",
-    ],
-    ids=["broadcast", "gather", "stream", "map", "future"],
-)
 def test_ctrl_c_in_any_way_of_waiting_leaves_a_pool_that_works(
-    client: Callable[..., Script], tmp_path: Path, call: str
+    client: Callable[..., Script], tmp_path: Path
 ) -> None:
-    body = f"""
+    body = """
+        ways = {
+            "broadcast": lambda: sleeps(path) @ compute,
+            "gather": lambda: sky.gather(*[sleeps(path)] * 5) >> compute,
+            "stream": lambda: next(sky.gather(*[sleeps(path)] * 5, stream=True) >> compute),
+            "map": lambda: next(compute.map(sleeps, [path] * 5)),
+            "future": lambda: (sleeps(path) > compute).result(),
+        }
         with sky.Compute(options=quiet) as compute:
-            threading.Thread(target=lambda: (running(sys.argv[1]), say("running"))).start()
-            try:
-                {call}
-            except KeyboardInterrupt:
-                say("interrupted")
-            if "result" not in {call!r}:  # a future is not cancelled by not waiting for it
-                assert echo(1) >> compute == 1
-            say("next")
+            for way, call in ways.items():
+                path = os.path.join(sys.argv[1], way)
+                told = threading.Thread(target=lambda: (running(path), say("running", way)))
+                told.start()
+                try:
+                    call()
+                except KeyboardInterrupt:
+                    say("interrupted", way)
+                told.join()
+                if way != "future":  # a future is not cancelled by not waiting for it
+                    assert echo(1) >> compute == 1
+                say("next", way)
         sys.stdin.read()
     """
-    script = client(body, str(tmp_path / "task"))
-    script.hears("running")
-    script.interrupt()
-    script.hears("interrupted")
-    script.hears("next")
-    assert script.lets_go() == 0
+    script = client(body, str(tmp_path))
+    for way in ("broadcast", "gather", "stream", "map", "future"):
+        script.hears(f"running {way}")
+        script.interrupt()
+        script.hears(f"interrupted {way}")
+        script.hears(f"next {way}")
+    assert script.lets_go() == 0, script.errors
     assert script.errors == ""
 
 
@@ -387,8 +399,8 @@ def test_ctrl_c_while_a_large_argument_is_on_its_way_leaves_a_pool_that_works(
 @pytest.mark.parametrize(
     ("transport", "call"),
     [
-        ("unix", "assert echo(count) >> compute == count"),
-        ("unix", "assert echo(count) @ compute == [count] * 2"),
+        pytest.param("unix", "assert echo(count) >> compute == count", marks=other_case),
+        pytest.param("unix", "assert echo(count) @ compute == [count] * 2", marks=other_case),
         ("unix", "assert total(array) >> compute == count * len(array)"),
         ("tcp", "assert total(array) >> compute == count * len(array)"),
     ],
@@ -450,7 +462,9 @@ def test_ctrl_c_at_any_moment_of_a_call_leaves_a_pool_that_works(
     assert script.errors == ""
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize(
+    "times", [pytest.param(1, marks=other_case), 2, pytest.param(3, marks=other_case)]
+)
 def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
     client: Callable[..., Script], eventually: Eventually, times: int
 ) -> None:

@@ -20,7 +20,7 @@ import skyward as sky
 from skyward.nodes.executors import Executors
 from skyward.wire.messages import ExecutorDown
 
-from ..conftest import PATIENCE
+from ..conftest import PATIENCE, other_case
 
 SOON = 50.0
 """Within 2 s by design; the rest is for a busy machine."""
@@ -272,7 +272,7 @@ def test_of_many_tiny_tasks_only_the_one_that_kills_its_process_fails(pool: sky.
     assert "exit status 9" in failed[700]
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", pytest.param("tcp", marks=other_case)])
 def test_results_on_their_way_when_a_process_dies_are_not_lost_nor_made_twice(
     transport: str, tmp_path: Path
 ) -> None:
@@ -393,7 +393,7 @@ def own() -> Iterator[sky.Compute]:
         yield compute
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", pytest.param("tcp", marks=other_case)])
 def test_a_killed_node_is_noticed_at_once_and_replaced(
     eventually: Eventually, transport: str
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import skyward as sky
 
-from ..conftest import PATIENCE, only_in_all
+from ..conftest import PATIENCE, Sharing, only_in_all, other_case
 
 GIB = 1 << 30
 QUIET = sky.Options(console=False)
@@ -47,14 +47,9 @@ def room() -> None:
         pytest.skip(f"needs 12 GiB of free memory, there are {free / GIB:.1f}")
 
 
+@only_in_all
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "transport",
-    [
-        "unix",
-        pytest.param("tcp", marks=only_in_all),
-    ],
-)
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_an_argument_of_three_gigabytes_arrives(room: None, transport: str) -> None:
     """Slow because it hashes, copies or encrypts that many bytes."""
     data = np.zeros(3 * GIB, np.uint8)
@@ -177,15 +172,17 @@ def sums(arrays: list[np.ndarray]) -> list[int]:
     return [int(array.sum(dtype=np.int64)) for array in arrays]
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def forgetful(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object:
+@pytest.fixture(scope="module", params=["unix", "tcp"])
+def forgetful(request: pytest.FixtureRequest, sharing: Sharing) -> Iterator[sky.Compute]:
     """A pool that may keep 2 MiB, on both sides of either transport."""
-    monkeypatch.setenv("SKYWARD_BLOB_CAP", str(2 << 20))
-    with sky.Compute(sky.Local(transport=request.param), nodes=2, options=QUIET) as compute:
-        yield compute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SKYWARD_BLOB_CAP", str(2 << 20))
+        local = sky.Local(transport=request.param)
+        with sharing(sky.Compute(local, nodes=2, options=QUIET)) as compute:
+            yield compute
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=other_case)])
 def test_workers_always_see_the_callers_current_contents(forgetful: sky.Compute, seed: int) -> None:
     """Arrays come again and again, changed in place by both sides, with hardly any room to keep."""
     chance = random.Random(seed)

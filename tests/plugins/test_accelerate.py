@@ -17,6 +17,8 @@ from skyward.plugins.frameworks.accelerate import compute_where_the_node_can
 from skyward.plugins.frameworks.accelerate_config import variables
 from skyward.plugins.plugin import entered
 
+from ..conftest import only_in_all
+
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 QUIET = sky.Options(console=False)
@@ -185,6 +187,7 @@ class TestConfig:
 
         assert variables(file) == variables(short)
 
+    @only_in_all
     def test_on_processors_every_worker_holds_the_model_whatever_the_section_says(
         self, sharing: Sharing, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -92,6 +92,7 @@ def test_distributed_training(compute: sky.Compute, printed: list[sky.Output]) -
     assert nodes(printed, "Epoch") == [0, 0, 0]
 
 
+@only_in_all
 def test_the_process_group_is_there_before_the_function_runs(compute: sky.Compute) -> None:
     @sky.function
     def train() -> bool:

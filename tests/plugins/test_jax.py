@@ -14,6 +14,8 @@ from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
 from skyward.plugins.frameworks.jax import variables
 
+from ..conftest import only_in_all
+
 pytest.importorskip("jax", reason="jax is not installed")
 
 QUIET = sky.Options(console=False, fail_grace=0.5)
@@ -125,6 +127,7 @@ def test_a_lost_worker_is_replaced_and_the_mesh_is_made_anew(
     assert sum_over_devices() @ pool == [[3.0, 3.0, 3.0]] * 2
 
 
+@only_in_all
 def test_a_rank_that_raises_ends_the_others_and_is_named_first(pool: sky.Compute) -> None:
     """Slow: both workers start JAX again."""
 

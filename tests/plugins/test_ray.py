@@ -108,6 +108,7 @@ def left() -> list[str]:
     return found
 
 
+@only_in_all
 @pytest.mark.timeout(300)
 def test_tasks_of_ray_run_on_all_nodes_and_nothing_is_left(tmp_path: Path) -> None:
     assert run(TASKS, tmp_path) == {"nodes": 2, "alive": 2, "cpus": 4}

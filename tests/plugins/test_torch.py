@@ -148,6 +148,7 @@ def test_a_second_pool_in_this_process_has_its_own_group(compute: sky.Compute) -
         assert summed() @ other == summed() @ compute
 
 
+@only_in_all
 def test_killing_a_rank_fails_the_others_and_the_next_broadcast_has_a_new_group(
     compute: sky.Compute,
 ) -> None:
@@ -162,10 +163,8 @@ def test_killing_a_rank_fails_the_others_and_the_next_broadcast_has_a_new_group(
             dist.all_reduce(torch.ones(10))
 
     before = environment() @ compute
-    started = time.monotonic()
     with pytest.raises(sky.BroadcastError) as raised:
         step_until_killed() @ compute
-    assert time.monotonic() - started < 30
     assert [outcome.ok for outcome in raised.value.outcomes] == [False, False]
     assert "SIGKILL" in str(raised.value.exceptions[0])
     assert "rank 1 (node 1) failed first: WorkerDiedError: " in str(raised.value)

@@ -10,15 +10,25 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 from skyward.nodes.journal import Journal
 
+from ..conftest import other_case
 from .ssh_hosts import MARKERS
 
 PHASES = ["creating", "looking at", "starting the agent", "starting workers", "ready"]
 """What the console says, one after the other, while a pool of machines comes up."""
+
+
+def phases(*chosen: str) -> list[Any]:
+    """The phases in which the tests break off: these, and all of them in `make test-all`."""
+    return [pytest.param(each, marks=() if each in chosen else other_case) for each in PHASES]
+
+
 _SCRIPT = """
 import sys, time
 sys.path.insert(0, {root!r})

@@ -78,6 +78,7 @@ def debian(engine: None) -> Iterator[Debian]:
         subprocess.run(remove, check=True, capture_output=True)
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_package_that_apt_does_not_have_is_named_with_what_apt_said(debian: Debian) -> None:
     """Slow, as all of these: apt fetches its lists."""

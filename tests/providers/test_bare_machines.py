@@ -16,6 +16,7 @@ import skyward as sky
 from skyward.providers import container
 from skyward.providers.container.machine import ContainerMachine
 
+from ..conftest import only_in_all
 from . import bare
 
 LOUD = sky.Options(console=True)
@@ -79,6 +80,7 @@ def names_of_threads(name: str) -> list[str]:
     return [each.name for each in threading.enumerate() if each.name == name]
 
 
+@only_in_all
 @pytest.mark.slow
 def test_two_pools_that_start_at_once_build_an_environment_once(
     image: str,
@@ -101,6 +103,7 @@ def test_two_pools_that_start_at_once_build_an_environment_once(
     assert told.count(": trying the environment") == 1
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_machine_without_glibc_gets_a_uv_that_runs_there(image: str, tmp_path: Path) -> None:
     """Slow: a static shell is fetched. It is not followed by a Python, which no mirror here has."""

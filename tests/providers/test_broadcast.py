@@ -9,6 +9,7 @@ import pytest
 
 import skyward as sky
 
+from ..conftest import only_in_all, other_case
 from . import podman
 from .ssh_hosts import Sshd
 
@@ -30,12 +31,15 @@ def broadcast(provider: sky.SSH | sky.Container, image: sky.Image, *, cluster: b
         return compute.stats().bytes_sent / MIB
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "through SSH"])
+@pytest.mark.parametrize(
+    "direct", [True, pytest.param(False, marks=other_case)], ids=["direct", "through SSH"]
+)
 def test_to_ssh_hosts(sshd: Sshd, direct: bool) -> None:
     image = sky.Image(pip=["numpy"])
     assert 16 <= broadcast(sshd.provider(direct=direct), image, cluster=True) < 17
     assert 32 <= broadcast(sshd.provider(direct=direct), image, cluster=False) < 33
 
 
+@only_in_all
 def test_to_containers(engine: None) -> None:
     assert 16 <= broadcast(podman.provider(), sky.Image(), cluster=True) < 17

@@ -15,11 +15,12 @@ import pytest
 import skyward as sky
 from skyward.nodes.journal import Journal
 
+from ..conftest import only_in_all
 from ..network.network import OUTAGE_SECONDS
 from . import podman
 from .leftovers import (
-    PHASES,
     Script,
+    phases,
     podman_says,
     press_ctrl_c,
     show_and_remove_after_a_kill,
@@ -63,10 +64,33 @@ def greeting(address: str) -> str:
         return end.recv(100).decode()
 
 
-def test_a_pool_runs_in_containers_that_see_each_other() -> None:
+def test_a_pool_runs_in_containers_that_see_each_other(
+    tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    """With volumes and the limits of the pool; one of them is replaced when it is killed."""
     import torch
 
-    with sky.Compute(podman.provider(), nodes=2, options=QUIET) as compute:
+    @sky.function
+    def note() -> str:
+        return Path("/data/note").read_text()
+
+    @sky.function
+    def limits() -> tuple[str, str]:
+        for memory in ("memory/memory.limit_in_bytes", "memory.max"):
+            if os.path.exists(f"/sys/fs/cgroup/{memory}"):
+                limit = Path("/sys/fs/cgroup", memory).read_text().strip()
+        return limit, os.environ.get("GREETING", "")
+
+    (tmp_path / "note").write_text("from outside")
+    with sky.Compute(
+        podman.provider(),
+        nodes=2,
+        memory_gb=1.5,
+        vcpus=1,
+        image=sky.Image(env={"GREETING": "hello"}),
+        volumes=[sky.Volume(str(tmp_path), "/data", read_only=True)],
+        options=QUIET,
+    ) as compute:
         places = where() @ compute
         addresses = [node.address for node in compute.nodes]
 
@@ -75,10 +99,18 @@ def test_a_pool_runs_in_containers_that_see_each_other() -> None:
         assert len(set(addresses)) == 2
         assert total(torch.ones(1 << 20)) >> compute == 1 << 20
         assert (greeting(addresses[0]) @ compute)[1] == "hello from node 0"
+        assert note() >> compute == "from outside"
+        assert limits() >> compute == (str(int(1.5 * 2**30)), "hello")
+
+        podman_says("kill", podman_says("ps", "--format", "{{.Names}}").split()[0])
+        eventually(lambda: compute.stats().nodes_lost, 60, "the loss")
+        eventually(lambda: {n.state for n in compute.nodes} == {"ready"}, 120, "another container")
+        assert [place[0] for place in where() @ compute] == ["node-0", "node-1"]
     assert podman_says("ps", "-a", "--format", "{{.Names}}") == ""
     assert podman_says("network", "ls", "--format", "{{.Name}}") == "podman"
 
 
+@only_in_all
 def test_torch_trains_across_containers() -> None:
     @sky.function
     def summed() -> float:
@@ -92,43 +124,6 @@ def test_torch_trains_across_containers() -> None:
     plugins = [sky.plugins.torch()]
     with sky.Compute(podman.provider(), nodes=2, plugins=plugins, options=QUIET) as compute:
         assert summed() @ compute == [2.0, 2.0]
-
-
-def test_limits_are_those_of_the_pool() -> None:
-    @sky.function
-    def limits() -> tuple[str, str]:
-        for memory in ("memory/memory.limit_in_bytes", "memory.max"):
-            if os.path.exists(f"/sys/fs/cgroup/{memory}"):
-                limit = Path("/sys/fs/cgroup", memory).read_text().strip()
-        return limit, os.environ.get("GREETING", "")
-
-    image = sky.Image(env={"GREETING": "hello"})
-    with sky.Compute(
-        podman.provider(), memory_gb=1.5, vcpus=1, image=image, options=QUIET
-    ) as compute:
-        assert limits() >> compute == (str(int(1.5 * 2**30)), "hello")
-
-
-def test_volumes_are_mounted(tmp_path: Path) -> None:
-    (tmp_path / "note").write_text("from outside")
-
-    @sky.function
-    def read() -> str:
-        return Path("/data/note").read_text()
-
-    volumes = [sky.Volume(str(tmp_path), "/data", read_only=True)]
-    with sky.Compute(podman.provider(), volumes=volumes, options=QUIET) as compute:
-        assert read() >> compute == "from outside"
-
-
-def test_a_killed_container_is_replaced(eventually: Callable[..., None]) -> None:
-    with sky.Compute(podman.provider(), nodes=2, options=QUIET) as compute:
-        name = podman_says("ps", "--format", "{{.Names}}").split()[0]
-        podman_says("kill", name)
-
-        eventually(lambda: compute.stats().nodes_lost, 60, "the loss")
-        eventually(lambda: {n.state for n in compute.nodes} == {"ready"}, 120, "another container")
-        assert [place[0] for place in where() @ compute] == ["node-0", "node-1"]
 
 
 def test_an_image_nobody_has_is_named(state: Journal) -> None:
@@ -152,7 +147,7 @@ def test_without_a_service_the_error_says_what_was_tried(state: Journal) -> None
 SCRIPT = Script("podman.provider()", setup="from tests.providers import podman")
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", phases("creating", "ready"))
 def test_what_a_killed_script_leaves_is_shown_and_removed(state: Journal, phase: str) -> None:
     show_and_remove_after_a_kill(SCRIPT, phase, state)
 
@@ -160,7 +155,7 @@ def test_what_a_killed_script_leaves_is_shown_and_removed(state: Journal, phase:
     assert podman_says("network", "ls", "--format", "{{.Name}}") == "podman"
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", phases("starting the agent"))
 def test_ctrl_c_leaves_nothing(state: Journal, phase: str) -> None:
     press_ctrl_c(SCRIPT, phase, state)
 
@@ -180,6 +175,7 @@ def counting(count: int) -> Iterator[int]:
         yield number
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_container_that_has_no_network_for_a_while_keeps_its_tasks(
     eventually: Callable[..., None],

@@ -48,6 +48,7 @@ def test_a_pool_stays_in_containers_is_stopped_and_starts_again_with_its_files()
     kept_pools.end("boxes", machines=2)
 
 
+@only_in_all
 def test_a_client_that_attached_replaces_a_container_that_was_killed(
     eventually: Callable[..., None],
 ) -> None:

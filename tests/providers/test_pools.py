@@ -17,10 +17,11 @@ import pytest
 import skyward as sky
 from skyward.nodes.journal import Journal
 
+from ..conftest import other_case
 from .leftovers import (
-    PHASES,
     Script,
     on_this_host,
+    phases,
     press_ctrl_c,
     show_and_remove_after_a_kill,
     sky_says,
@@ -142,7 +143,11 @@ def test_where_only_ssh_gets_through_everything_goes_that_way(sshd: Sshd) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direct", [True, False], ids=["straight", "through SSH"])
+@pytest.mark.parametrize(
+    "direct",
+    [pytest.param(True, marks=other_case), False],
+    ids=["straight", "through SSH"],
+)
 def test_a_torch_device_on_a_host(sshd: Sshd, direct: bool) -> None:
     """Slow the first time: PyTorch is installed on the host, and kept there."""
     import torch
@@ -184,7 +189,7 @@ def setup(sshd: Sshd) -> str:
     )
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", phases("starting the agent"))
 def test_what_a_killed_script_leaves_is_shown_and_removed(
     state: Journal, setup: str, phase: str
 ) -> None:
@@ -193,7 +198,7 @@ def test_what_a_killed_script_leaves_is_shown_and_removed(
     assert on_this_host(pool) == []
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", phases("looking at"))
 def test_ctrl_c_leaves_nothing(state: Journal, setup: str, phase: str) -> None:
     pools = press_ctrl_c(Script("provider", setup), phase, state)
 
@@ -268,7 +273,11 @@ def test_a_host_that_is_out_of_reach_for_a_while_keeps_its_node(
         assert compute.stats().nodes_lost == 0
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["straight", "through SSH"])
+@pytest.mark.parametrize(
+    "direct",
+    [True, pytest.param(False, marks=other_case)],
+    ids=["straight", "through SSH"],
+)
 def test_a_lost_host_is_used_again_when_it_comes_back(
     sshd: Sshd,
     state: Journal,
