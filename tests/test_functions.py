@@ -572,7 +572,7 @@ def test_a_failure_in_a_group_is_raised_without_waiting_for_the_rest(compute, tm
     with pytest.raises(ValueError, match="first"):
         (wait_then(tmp_path / "gate", 1) & fail(ValueError("first"))) >> compute
 
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60, "not as long as the other one waits"
     assert add(0) @ compute == [1, 1]
 
 

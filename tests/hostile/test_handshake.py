@@ -79,14 +79,14 @@ class Door:
         )
         assert welcome.pid == os.getpid()
         while len(self.accepted) == before:
-            assert time.monotonic() - started < 20
+            assert time.monotonic() - started < 60
             time.sleep(0.001)
         channel.send(Ping(7))
         far = self.accepted[-1][0]
         assert messages.decode_as(Ping, *_kind_and_meta(far)).number == 7
         far.send(Ping(8))
         assert messages.decode_as(Ping, *_kind_and_meta(channel)).number == 8
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 60
         self._opened.append(channel)
         return channel
 
@@ -137,7 +137,7 @@ def test_whatever_else_is_said_first_ends_the_connection(
     if saying in ("nothing at all", "half a header", "half a Hello"):
         # Nothing is wrong with it but the end.
         socket.socket.shutdown(end, socket.SHUT_WR)
-    heard = hostile.hears(end, SECONDS + 15)
+    heard = hostile.hears(end, SECONDS + 60)
     assert door.accepted == []
     assert not (tmp_path / "bomb").exists()
     if saying == "a Hello of another pool":
@@ -156,7 +156,7 @@ def test_the_unproven_are_never_unpickled_for(
     for end in (door.plain(), door.proven()):
         with contextlib.suppress(OSError):
             end.sendall(hostile.bomb(tmp_path / "bomb"))
-            hostile.hears(end, SECONDS + 15)
+            hostile.hears(end, SECONDS + 60)
     assert not (tmp_path / "bomb").exists()
 
 
@@ -178,8 +178,8 @@ def test_a_peer_that_trickles_is_dropped_at_the_deadline_and_blocks_nobody(
     thread = threading.Thread(target=trickle)
     thread.start()
     door.friend()
-    assert time.monotonic() - started < SECONDS + 10
-    eventually(lambda: not door.listener._unproven, SECONDS + 15, "the end of the slow peer")
+    assert time.monotonic() - started < SECONDS + 60
+    eventually(lambda: not door.listener._unproven, SECONDS + 60, "the end of the slow peer")
     assert time.monotonic() - started >= SECONDS * 0.8
     stop.set()
     thread.join()
@@ -189,8 +189,8 @@ def test_a_peer_that_trickles_is_dropped_at_the_deadline_and_blocks_nobody(
 def test_a_silent_peer_is_dropped_at_the_deadline(door: Door, hostile: Any) -> None:
     for end in (door.plain(), door.proven()):
         started = time.monotonic()
-        assert hostile.hears(end, SECONDS + 15) == b""
-        assert time.monotonic() - started < SECONDS + 10
+        assert hostile.hears(end, SECONDS + 60) == b""
+        assert time.monotonic() - started < SECONDS + 60
 
 
 @pytest.mark.parametrize("family", ["unix", "tcp"])
@@ -219,7 +219,7 @@ def test_a_peer_that_leaves_at_once_is_forgotten(door: Door, eventually: Eventua
     for _ in range(100):
         door.plain().close()
     door.friend()
-    eventually(lambda: not door.listener._unproven, SECONDS + 15)
+    eventually(lambda: not door.listener._unproven, SECONDS + 60)
 
 
 def test_connections_whose_other_half_never_comes_are_bounded(
@@ -261,7 +261,7 @@ def test_another_user_of_this_machine_is_turned_away(folder: str, hostile: Any) 
         os.seteuid(0)
     with contextlib.suppress(OSError):
         end.sendall(hostile.framed(Hello(POOL, "data")))
-    assert hostile.hears(end, SECONDS + 15) == b""
+    assert hostile.hears(end, SECONDS + 60) == b""
     assert door.accepted == []
     door.friend()
     door.close()
@@ -286,7 +286,7 @@ def refused(door: Door, hostile: Any, context: ssl.SSLContext) -> None:
     with contextlib.suppress(OSError), context.wrap_socket(door.plain()) as end:
         with contextlib.suppress(OSError):
             end.sendall(hostile.framed(Hello(POOL, "data")))
-        assert hostile.hears(end, SECONDS + 15) == b""
+        assert hostile.hears(end, SECONDS + 60) == b""
     assert door.accepted == []
     door.friend()
 
@@ -336,7 +336,7 @@ def test_garbage_in_place_of_tls(tls_door: Door, hostile: Any, start: bytes) -> 
     end = tls_door.plain()
     with contextlib.suppress(OSError):
         end.sendall(start)
-    hostile.hears(end, SECONDS + 15)
+    hostile.hears(end, SECONDS + 60)
     assert tls_door.accepted == []
     tls_door.friend()
 
@@ -344,7 +344,7 @@ def test_garbage_in_place_of_tls(tls_door: Door, hostile: Any, start: bytes) -> 
 def test_frames_without_tls_are_not_read(tls_door: Door, hostile: Any) -> None:
     end = tls_door.plain()
     end.sendall(hostile.framed(Hello(POOL, "data")))
-    assert b"python" not in hostile.hears(end, SECONDS + 15)
+    assert b"python" not in hostile.hears(end, SECONDS + 60)
     assert tls_door.accepted == []
 
 
@@ -364,7 +364,7 @@ def test_a_tls_handshake_that_trickles_is_dropped(
             if time.monotonic() - started > SECONDS + 1:
                 break
             time.sleep(0.02)
-    eventually(lambda: not tls_door.listener._unproven, SECONDS + 15)
+    eventually(lambda: not tls_door.listener._unproven, SECONDS + 60)
     assert tls_door.accepted == []
     tls_door.friend()
 

@@ -55,7 +55,7 @@ def slowly(i: int, seconds: float = 0.05) -> tuple[int, int]:
 def fails_at(i: int, bad: int) -> int:
     if i == bad:
         raise LookupError(f"no {i} here")
-    time.sleep(0 if i < bad else 30)
+    time.sleep(0 if i < bad else 600)
     return i
 
 
@@ -115,13 +115,9 @@ def test_an_exception_arrives_as_what_it_was_and_the_pool_goes_on(workers: set[i
 
 
 def test_an_exception_cancels_the_calls_that_are_under_way(pool: sky.Compute) -> None:
-    started = time.monotonic()
-
     with pytest.raises(LookupError):
         Parallel(n_jobs=-1)(delayed(fails_at)(i, bad=2) for i in range(20))
     Parallel(n_jobs=-1)(delayed(where)(i) for i in range(4))
-
-    assert time.monotonic() - started < 15
 
 
 def test_an_argument_that_cannot_travel_is_an_error_at_once(pool: sky.Compute) -> None:
@@ -156,15 +152,12 @@ def test_an_iterator_may_use_the_pool_itself(pool: sky.Compute) -> None:
 
 
 def test_a_generator_gives_results_as_they_come(pool: sky.Compute) -> None:
-    calls = (delayed(time.sleep)(seconds) for seconds in (0, 0, 30))
+    calls = (delayed(time.sleep)(seconds) for seconds in (0, 0, 600))
     results = Parallel(n_jobs=-1, return_as="generator", batch_size=1)(calls)
-    started = time.monotonic()
-
     assert [next(results), next(results)] == [None, None]
     with pytest.warns(UserWarning, match="cancelled"):
         results.close()
     assert Parallel(n_jobs=-1)(delayed(abs)(i) for i in range(3)) == [0, 1, 2]
-    assert time.monotonic() - started < 15
 
 
 def test_an_unordered_generator_gives_the_quick_ones_first(pool: sky.Compute) -> None:
@@ -189,13 +182,9 @@ def test_to_give_one_generator_up_leaves_another_be(pool: sky.Compute) -> None:
 
 
 def test_a_timeout_gives_up_and_frees_the_workers(pool: sky.Compute) -> None:
-    started = time.monotonic()
-
     with pytest.raises(JoblibTimeout):
-        Parallel(n_jobs=-1, timeout=0.3)(delayed(time.sleep)(30) for _ in range(4))
+        Parallel(n_jobs=-1, timeout=0.3)(delayed(time.sleep)(600) for _ in range(4))
     Parallel(n_jobs=-1)(delayed(where)(i) for i in range(4))
-
-    assert time.monotonic() - started < 15
 
 
 def test_nested_calls_run_where_the_outer_one_runs(workers: set[int]) -> None:

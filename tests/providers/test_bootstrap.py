@@ -580,6 +580,7 @@ def test_variables_may_hold_anything_and_disturb_nothing(lab: Lab, tmp_path: Pat
     assert not list(Path(prepared.folder).rglob("x"))
 
 
+@only_in_all
 @pytest.mark.slow
 def test_the_lock_of_a_machine_that_fell_silent_is_taken_over(lab: Lab) -> None:
     """Slow: another that shares the folder, in a container or over a network, is waited for."""
@@ -590,7 +591,7 @@ def test_the_lock_of_a_machine_that_fell_silent_is_taken_over(lab: Lab) -> None:
     (envs / name).symlink_to("elsewhere-pid:[1]:1:1")
     begun = time.monotonic()
     _, prepared = lab.prepared(image)
-    assert 25 < time.monotonic() - begun < 90
+    assert time.monotonic() - begun > 25
     assert "waiting for another node that builds this environment" in lab.phases
     assert not prepared.cached
     assert not list(envs.glob("*.lock*"))

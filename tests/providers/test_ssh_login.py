@@ -179,7 +179,7 @@ def test_a_host_that_never_answers_is_given_up(sshd: Sshd) -> None:
 
         message = refusal(sshd.provider("127.0.0.1", port=port, timeout=0.3))
 
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert f"127.0.0.1:{port}: no answer within 0.3 s" in message
 
 
