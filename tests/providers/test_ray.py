@@ -122,9 +122,13 @@ def test_ddp_and_a_device_train_on_two_nodes(emptied: RayCluster, state: Journal
 
 
 def test_from_inside_the_cluster_no_job_is_needed(emptied: RayCluster) -> None:
+    """And its workers on this machine share memory: large arguments are not copied twice."""
     with sky.Compute(emptied.provider(address="auto"), nodes=2, options=QUIET) as compute:
         assert [node for node, _, _ in where() @ compute] == [0, 1]
         assert emptied.jobs() == []
+        data = bytes(range(256)) * (1 << 16)
+        assert sky.function(len)(data) @ compute == [len(data)] * 2
+        assert _shares(compute)
 
 
 def test_a_pool_stays_in_the_cluster(
@@ -178,15 +182,6 @@ def test_the_machine_of_an_agent_that_was_killed_is_used_again(
         eventually(lambda: keeping.read("bundles").nodes[1].pid != before.pid, 60, "another agent")
         assert len(kept_pools.pid() @ compute) == 2
     kept_pools.end("bundles", machines=2)
-
-
-def test_a_node_on_the_clients_own_machine_shares_memory_with_it(emptied: RayCluster) -> None:
-    """Its workers are reached at their Unix sockets, and large arguments are not copied twice."""
-    provider = emptied.provider(address="auto")
-    with sky.Compute(provider, options=QUIET) as compute:
-        data = bytes(range(256)) * (1 << 16)
-        assert sky.function(len)(data) >> compute == len(data)
-        assert _shares(compute)
 
 
 def _shares(compute: sky.Compute) -> bool:
@@ -339,6 +334,7 @@ def test_a_lost_node_of_the_cluster_costs_a_machine(emptied: RayCluster) -> None
         assert len({each["node_id"] for each in emptied.machines()}) == 3
 
 
+@only_in_all
 def test_a_pool_grows_and_shrinks(emptied: RayCluster) -> None:
     """A node that is added has a placement group of its own, which goes with it."""
     with sky.Compute(emptied.provider(), nodes=(1, 3), options=QUIET) as compute:
