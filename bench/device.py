@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import mmap
 import os
 import statistics
 import sys
@@ -123,6 +124,36 @@ def copying(device: torch.device, payload: int) -> tuple[Callable[[], float], Ca
         there[:1].item()
 
     return lambda: timed(up), lambda: timed(lambda: landing.copy_(there))
+
+
+def copying_to_new(device: torch.device, payload: int, *, used: bool) -> Callable[[], float]:
+    """Seconds for a copy that makes a new tensor, in memory that was used before or never."""
+    host = torch.randn(payload // 4)
+
+    def up() -> float:
+        if not used:
+            torch.sky.empty_cache()
+        start = time.perf_counter()
+        there = host.to(device)
+        there[:1].item()
+        return time.perf_counter() - start
+
+    return up
+
+
+def copying_here(payload: int, *, used: bool) -> Callable[[], float]:
+    """Seconds for one thread's copy to shared memory that was used before or never."""
+    host = torch.randn(payload // 4)
+    kept = mmap.mmap(-1, payload)
+
+    def copy() -> float:
+        start = time.perf_counter()
+        into = kept if used else mmap.mmap(-1, payload)
+        ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(into)), host.data_ptr(), payload)
+        return time.perf_counter() - start
+
+    copy()
+    return copy
 
 
 def training(size: Size) -> Sequence[Row]:
@@ -362,10 +393,15 @@ def compiled_models(size: Size) -> Sequence[Row]:
 def bytes_each_way(size: Size) -> Sequence[Row]:
     """Large copies to and from the device."""
     with sky.Compute(options=QUIET) as compute, Local() as here:
-        up, down = copying(compute.device(KIND), size.payload)
+        remote = compute.device(KIND)
+        up, down = copying(remote, size.payload)
         samples = interleave(
             {
                 "up": up,
+                "new": copying_to_new(remote, size.payload, used=True),
+                "new pages": copying_to_new(remote, size.payload, used=False),
+                "memcpy": copying_here(size.payload, used=True),
+                "memcpy to new pages": copying_here(size.payload, used=False),
                 "down": down,
                 "local up": here.contender("up", size.payload),
                 "local down": here.contender("down", size.payload),
@@ -375,8 +411,18 @@ def bytes_each_way(size: Size) -> Sequence[Row]:
     rates = {name: sample.per(size.payload, "B/s") for name, sample in samples.items()}
     megabytes = f"{size.payload // MIB} MiB"
     down_bar, down_limit = ("3 GB/s", 3e9) if KIND == "cpu" else ("1 GB/s", 1e9)
+    new = f"{megabytes} host to device, into a new tensor"
     return [
         absolute(f"{megabytes} host to device", rates["up"], ">= 3 GB/s", 3e9),
+        absolute(new, rates["new"], ">= 5 GB/s", 5e9),
+        compared(new, rates["new"], "memcpy into memory used before", rates["memcpy"]),
+        compared(
+            f"{new} and new pages",
+            rates["new pages"],
+            "memcpy into new pages",
+            rates["memcpy to new pages"],
+            ">= 0.9x" if KIND == "cpu" else "",
+        ),
         absolute(f"{megabytes} device to host", rates["down"], f">= {down_bar}", down_limit),
         absolute(f"{megabytes} host to device, local {KIND}", rates["local up"]),
         absolute(f"{megabytes} device to host, local {KIND}", rates["local down"]),

@@ -88,7 +88,8 @@ the rest of the system on its few cores. Compare ratios rather than figures.
   call, not the reading.
 - The floors are plain blocking Python sockets (`sendall`, `recv_into`) to another process. *Into a
   new buffer* allocates it for every transfer, as anything must that yields a new object; *into one
-  reused buffer* does not, which is the least a socket can cost.
+  reused buffer* does not, which is the least a socket can cost. The *first of a pool* finds no
+  memory that was used before, neither here nor on the worker.
 - TLS is version 1.3 on both sides, on loopback, with the cipher that OpenSSL prefers.
 - *On the wire* is what went through the socket. On the same host a new tensor does not go that way
   either; there the time says that it was not copied again.
@@ -97,6 +98,9 @@ the rest of the system on its few cores. Compare ratios rather than figures.
   kernel's high-water mark of its resident set if that is larger.
 - The *torch device* is compared with the same PyTorch in a process of its own: `issuing` is what
   the user's thread spends on `x + 1`, a *step* is forward, backward and a foreach Adam.
+- *Into a new tensor* is `x.to(device)`, with the tensor of the round before dropped, so that the
+  worker can use its memory again; *and new pages* gives that memory back first
+  (`torch.sky.empty_cache`), as with the first tensors of a device. `memcpy` is one thread's.
 - The *worker thread's* CPU time is the kernel's count for the thread that serves the device while
   operations stream in; a *direct call* is the same operation in a C++ loop (`bench/floor.cpp`),
   below autograd and single-threaded as well. Of ten bursts on either side the best counts.

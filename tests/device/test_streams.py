@@ -235,6 +235,29 @@ def test_memory_in_use_and_its_peak(device: torch.device) -> None:
     torch.sky.empty_cache()
 
 
+def test_large_memory_is_used_again_and_kept_within_bounds(device: torch.device) -> None:
+    def idle() -> int:
+        return int(torch.sky.memory_reserved(device) - torch.sky.memory_allocated(device))
+
+    gc.collect()
+    torch.sky.empty_cache()
+    assert idle() == 0
+    for first in (1, 2):
+        # No whole number of the parts in which pages are made.
+        host = torch.arange(first, first + (80 << 20) + 12345, dtype=torch.uint8)
+        x = host.to(device)
+        assert idle() == 0
+        assert torch.equal(x.cpu(), host)
+        del x
+        assert idle() == len(host)
+    # Memory that nobody writes to costs nothing.
+    for size in (700, 800, 300):
+        torch.empty(size << 20, dtype=torch.uint8, device=device)
+    assert idle() <= 1 << 30
+    torch.sky.empty_cache()
+    assert idle() == 0
+
+
 def test_the_accelerator_is_this_device(device: torch.device) -> None:
     assert torch.accelerator.current_accelerator() == torch.device("sky")
     assert torch.accelerator.is_available()

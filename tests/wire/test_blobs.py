@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from skyward import kernel
 from skyward.calls.packing import Packer
 from skyward.errors import ProtocolError
 from skyward.objects import memory
@@ -409,6 +411,16 @@ def test_an_arena_hands_out_the_closest_fit_and_nothing_twice_as_large() -> None
     assert arena.allocate(3 * MIB) not in (small, large)
     assert arena.allocate(2 * MIB) is small
     arena.close()
+
+
+@pytest.mark.skipif(not kernel.IS_LINUX, reason="only Linux makes pages beforehand")
+def test_a_segment_without_memory_is_an_error_and_no_signal() -> None:
+    segment = Segment(2 * MIB)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(segment.shared()))
+    os.ftruncate(segment.descriptor, MIB)
+    with pytest.raises(OSError, match="no memory for 2 MiB of arguments or results; free some"):
+        segment._make_pages(start, segment.size)
+    segment.close()
 
 
 @given(

@@ -32,6 +32,9 @@ GRANULE = mmap.ALLOCATIONGRANULARITY
 _ROUND = 1 << 20
 _WRITE = 64 << 20
 """One system call moves at most 2 GiB; at this size the calls no longer show."""
+_MAKE_PAGES = 23
+"""MADV_POPULATE_WRITE of Linux 5.14."""
+_libc = ctypes.CDLL(None, use_errno=True)
 _scratch = threading.local()
 _ids = itertools.count(1)
 Item = TypeVar("Item")
@@ -180,9 +183,9 @@ def placeholder(size: int) -> memoryview:
 class Segment:
     """One piece of shareable memory, made and written by its owner, mapped by others.
 
-    Its first contents are written with `pwrite`, which spares the kernel the zeroing that a
-    page fault costs (measured 3.1 against 1.5 GB/s); a reused one is mapped already, and written
-    by several threads at memory speed.
+    Several threads make its pages, which costs eight times as much as writing to them: with
+    `pwrite` a page costs a quarter less, but the kernel lets one thread at a time write to a file.
+    A reused segment has its pages, and is written at memory speed.
     """
 
     def __init__(self, size: int, folder: str | None = None) -> None:
@@ -209,15 +212,9 @@ class Segment:
                     ) from None
                 raise
         self._shared: mmap.mmap | None = None
-        self._written = False
 
     def write(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Copy each buffer to its offset."""
-        if not self._written:
-            self._written = True
-            for at, source in pieces:
-                write_all(self.descriptor, at, source)
-            return
         anchor = ctypes.c_char.from_buffer(self.shared())
         base = ctypes.addressof(anchor)
         jobs = []
@@ -238,10 +235,8 @@ class Segment:
 
     def write_hashing(self, pieces: Sequence[tuple[int, memoryview]]) -> list[bytes]:
         """Copy each buffer to its offset and name it, reading its memory only once."""
-        put = self._put_mapped if self._written else self._put_fresh
-        base = self.shared() if self._written else None
         # Keeps the mapping alive after a Ctrl-C, when the threads go on copying.
-        anchor = ctypes.c_char.from_buffer(base) if base is not None else None
+        anchor = ctypes.c_char.from_buffer(self.shared())
         chunks = [
             (at + start, source[start : start + CHUNK])
             for at, source in pieces
@@ -251,18 +246,14 @@ class Segment:
         def run(batch: Sequence[tuple[int, memoryview]], alive: object = anchor) -> list[bytes]:
             leaves = []
             for at, chunk in batch:
-                put(at, chunk)
+                self._put(at, chunk)
                 leaves.append(xxhash.xxh3_128_digest(chunk))
             return leaves
 
         leaves = itertools.chain.from_iterable(_pool().map(run, _runs(chunks)))
-        self._written = True
         return _names([source for _, source in pieces], leaves)
 
-    def _put_fresh(self, at: int, chunk: memoryview) -> None:
-        write_all(self.descriptor, at, chunk)
-
-    def _put_mapped(self, at: int, chunk: memoryview) -> None:
+    def _put(self, at: int, chunk: memoryview) -> None:
         origin = address(chunk)
         if origin is None:
             self.shared()[at : at + len(chunk)] = chunk
@@ -272,11 +263,28 @@ class Segment:
 
     def shared(self) -> mmap.mmap:
         """The owner's own view of the memory."""
-        self._written = True
         if self._shared is None:
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            self._shared = mmap.mmap(self.descriptor, self.size, flags=flags)
+            self._shared = mmap.mmap(self.descriptor, self.size, flags=mmap.MAP_SHARED)
+            anchor = ctypes.c_char.from_buffer(self._shared)
+            base = ctypes.addressof(anchor)
+
+            def make_pages(at: int, alive: object = anchor) -> None:
+                self._make_pages(base + at, min(4 * CHUNK, self.size - at))
+
+            if kernel.IS_LINUX:
+                _pool().map(make_pages, range(0, self.size, 4 * CHUNK))
         return self._shared
+
+    def _make_pages(self, start: int, size: int) -> None:
+        refused = _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MAKE_PAGES)
+        # An older kernel does not know how, and makes each page when it is first touched. If there
+        # is no memory, that must be an error here, not a SIGBUS later.
+        if refused and ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+            raise OSError(
+                errno.ENOMEM,
+                f"the machine has no memory for {self.size >> 20} MiB of arguments or results; "
+                "free some, or point SKYWARD_BLOB_DIR at a folder on a disk",
+            )
 
     def close(self) -> None:
         """Free the memory when no process maps it any more."""

@@ -111,6 +111,7 @@ extern "C" int sky_worker_rest(const char* device, char* message, size_t size) {
   try {
     c10::Device real{std::string(device)};
     sky::Residents::all().sweep();
+    sky::free_idle(true);
     if (real.is_cuda()) {
       c10::impl::VirtualGuardImpl(c10::kCUDA).synchronizeDevice(real.has_index() ? real.index() : 0);
       sky::collect_exports();

@@ -2,13 +2,43 @@
 #include "exports.h"
 #include "session.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <stop_token>
+#include <thread>
+#include <vector>
+
+// Of Linux 5.14; the headers may be older.
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
 
 namespace sky {
 namespace {
 
 constexpr size_t kStage = 8 << 20;
+constexpr int64_t kPart = 2 << 20;
+constexpr int kMakersMost = 3;
+
+// Into whole pages that were never touched. A new page costs eight times as much as the bytes in it: other threads make
+// pages, from the end, while this one copies.
+void read_into_new_pages(Ring& ring, char* into, uint64_t bytes) {
+  auto parts = static_cast<int64_t>(bytes / kPart);
+  std::atomic<int64_t> copied = 0, made = parts;
+  auto make = [&](std::stop_token stop) {
+    for (int64_t part; (part = --made) > copied && !stop.stop_requested();)
+      if (::madvise(into + part * kPart, kPart, MADV_POPULATE_WRITE)) return;
+  };
+  std::vector<std::jthread> makers;
+  auto count = std::min<int64_t>({kMakersMost, at::get_num_threads() - 1, parts / 2});
+  for (int64_t i = 0; i < count; i++) makers.emplace_back(make);
+  for (; copied < parts; copied++) ring.read(into + copied * kPart, kPart);
+  ring.read(into + parts * kPart, bytes - static_cast<uint64_t>(parts * kPart));
+}
 
 }  // namespace
 
@@ -108,7 +138,9 @@ void Session::put(Slot& held, uint64_t offset, const char* from, uint64_t bytes)
 void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool drop) {
   if (device_.is_cpu() && !drop) {
     auto* into = static_cast<char*>(held.memory().mutable_data()) + offset;
-    if (rings_) rings_->up.read(into, bytes);
+    bool is_all = !offset && bytes == held.memory().nbytes();
+    if (rings_ && is_all && begin_to_fill(held.memory())) read_into_new_pages(rings_->up, into, bytes);
+    else if (rings_) rings_->up.read(into, bytes);
     else bulk_.receive(into, bytes, 0, bytes);
     return;
   }

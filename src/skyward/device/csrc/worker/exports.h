@@ -15,6 +15,13 @@ std::string exported(const c10::Storage& storage);
 // there is no such memory.
 c10::Storage shareable(uint64_t bytes);
 
+// Whether such memory has pages that were never touched; the caller is about to write to them all.
+bool begin_to_fill(const c10::Storage& storage);
+
+// Such memory that was freed is kept for a while, to be used again: how much, and to free what is old, or all.
+size_t idle_bytes();
+void free_idle(bool all);
+
 // The pointer as its allocator made it.
 const c10::DataPtr& allocated(const c10::Storage& storage);
 

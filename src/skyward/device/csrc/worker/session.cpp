@@ -65,14 +65,17 @@ void Session::serve() {
   std::vector<char> coded(decoder_ ? 64 << 10 : 0);
   // The client may wait for a copy to be done: while there are some, they are looked after.
   constexpr timespec kMoment{0, 100'000};
+  // As long as memory is kept to be used again, its age is looked at.
+  constexpr timespec kWhile{0, 100'000'000};
   for (;;) {
     if (have_ == buffer_.size()) buffer_.resize(2 * buffer_.size());
     auto* into = decoder_ ? coded.data() : buffer_.data() + have_;
     auto room = decoder_ ? coded.size() : buffer_.size() - have_;
     size_t n = 0;
-    auto arrival = ops_.receive_some(into, room, n, copies_.is_empty() ? nullptr : &kMoment);
+    auto arrival = ops_.receive_some(into, room, n, !copies_.is_empty() ? &kMoment : idle_bytes() ? &kWhile : nullptr);
     if (arrival == Stream::kEnd) return;
     copies_.collect();
+    free_idle(false);
     if (!decoder_) {
       have_ += n;
       carry_out();
@@ -326,8 +329,10 @@ void Session::memory(Reader& r) {
                  total};
     } else {
       if (action == kResetPeak) slots_.reset_peak();
+      if (action == kEmptyCache) free_idle(true);
       auto [free, total] = host_memory();
-      figures = {slots_.bytes(), slots_.peak(), slots_.bytes(), slots_.peak(), free, total};
+      auto reserved = slots_.bytes() + idle_bytes();
+      figures = {slots_.bytes(), slots_.peak(), reserved, std::max(slots_.peak(), reserved), free, total};
     }
     for (auto f : figures) w.u64(f);
   });
