@@ -421,7 +421,7 @@ def bytes_each_way(size: Size) -> Sequence[Row]:
             rates["new pages"],
             "memcpy into new pages",
             rates["memcpy to new pages"],
-            ">= 0.9x" if KIND == "cpu" else "",
+            ">= 1.2x" if KIND == "cpu" else "",
         ),
         absolute(f"{megabytes} device to host", rates["down"], f">= {down_bar}", down_limit),
         absolute(f"{megabytes} host to device, local {KIND}", rates["local up"]),

@@ -226,7 +226,6 @@ def first_transfers(size: Size) -> Sequence[Row]:
             speeds[direction],
             f"Unix socket, {into}",
             speeds[f"{direction} {kind}"],
-            ">= 0.8x" if kind == "new" else "",
         )
         for direction in ("argument", "result")
         for kind, into in FLOORS.items()
