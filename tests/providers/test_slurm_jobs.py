@@ -138,7 +138,7 @@ def test_a_node_whose_order_was_cancelled_is_given_back_by_who_finds_it(
         getting.cancel()
         await asyncio.wait({getting})
         site.changes("scancel", "squeue", ENDED)
-        await jobs.release("42", 0, "n1")
+        await jobs.end("42", 0, "n1")
 
     asyncio.run(scenario())
     assert site.calls("scancel") == [["42"]]

@@ -367,7 +367,7 @@ class Jobs:
 
     # The end of nodes and jobs.
 
-    async def release(self, job: str, node: int, host: str) -> None:
+    async def end(self, job: str, node: int, host: str) -> None:
         """Give a node back; with the last node of a job, cancel it and wait for its end."""
         asked = next((each for each in self._asked if each.id == job), None)
         if asked is None:

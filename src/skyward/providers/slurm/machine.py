@@ -31,7 +31,7 @@ class JobNodes(Protocol):
     async def connect(self, address: str, port: int) -> socket.socket:
         """Connect to a port of a node from the login node."""
 
-    async def release(self, job: str, node: int, host: str) -> None:
+    async def end(self, job: str, node: int, host: str) -> None:
         """Give a node back, and with the last one the job."""
 
 
@@ -119,7 +119,7 @@ class SlurmMachine(Machine):
     async def destroy(self) -> None:
         """Give the node back, and with the last node of the job the job."""
         if not self._destroyed:
-            await self._jobs.release(self.job, self.node, self.host)
+            await self._jobs.end(self.job, self.node, self.host)
             self._destroyed = True
 
     def _check(self) -> None:
