@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from skyward.providers import BUILT_IN
+
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src"
 LINE = re.compile(r"^(?: {4}src/| {8})(\S+/|\S+\.py(?: \S+\.py)*) +\S", re.MULTILINE)
@@ -81,6 +83,21 @@ def test_no_import_points_up_the_list() -> None:
         if order[room_of(target)] < order[room_of(module)]
     ]
     assert not up, "\n".join(sorted(up))
+
+
+def test_no_provider_imports_another() -> None:
+    homes = {where.partition(":")[0] for where in BUILT_IN.values()}
+
+    def provider(module: str) -> str:
+        return next((home for home in homes if f"{module}.".startswith(f"{home}.")), "")
+
+    crossing = [
+        f"{module} imports {target}"
+        for module, targets in ARROWS.items()
+        for target in targets
+        if provider(module) and provider(target) not in ("", provider(module))
+    ]
+    assert not crossing, "\n".join(sorted(crossing))
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

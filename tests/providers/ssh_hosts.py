@@ -20,8 +20,8 @@ import pytest
 
 import skyward as sky
 from skyward.providers import Order
-from skyward.providers.ssh import connections
-from skyward.providers.ssh.machine import SSHMachine
+from skyward.providers.hosts import connections
+from skyward.providers.hosts.machine import SSHMachine
 from skyward.testing import plain_request
 
 from ..conftest import wait_until

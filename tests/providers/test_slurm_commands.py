@@ -21,6 +21,8 @@ import pytest
 import skyward as sky
 from skyward.errors import PoolError, UnreachableError
 from skyward.providers import Order, Request, owner
+from skyward.providers.on_node import keeper
+from skyward.providers.piped import program
 from skyward.providers.slurm import pending, resources, script
 from skyward.providers.slurm.commands import (
     SlurmCluster,
@@ -32,7 +34,6 @@ from skyward.providers.slurm.commands import (
     shortened,
 )
 from skyward.providers.slurm.login import Here, here_environment
-from skyward.providers.slurm.on_node import keeper
 from skyward.spec import Volume
 
 from .slurm_site import RUNNING, WAITING, Site, request, site
@@ -426,10 +427,10 @@ def test_the_variables_of_a_job_of_ones_own_are_not_passed_on(
 # Programs for the nodes.
 
 
-@pytest.mark.parametrize("program", ["keeper", "relay"])
-def test_the_programs_for_nodes_are_read_by_an_old_python(program: str) -> None:
+@pytest.mark.parametrize("name", ["keeper", "relay"])
+def test_the_programs_for_nodes_are_read_by_an_old_python(name: str) -> None:
     """And import nothing but the standard library of Python 3.6."""
-    tree = ast.parse(script.source(program), feature_version=(3, 6))
+    tree = ast.parse(program(name), feature_version=(3, 6))
     imported = {
         alias.name
         for node in ast.walk(tree)
@@ -455,7 +456,7 @@ def test_frameworks_see_the_job_and_not_the_step(monkeypatch: pytest.MonkeyPatch
 def test_a_relay_without_a_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "nothing-like-a-job")
     done = subprocess.run(
-        [sys.executable, "-c", script.source("relay"), "keeper-now", "{}"],
+        [sys.executable, "-c", program("relay"), "keeper-now", "{}"],
         capture_output=True,
         text=True,
         timeout=30,

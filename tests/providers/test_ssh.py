@@ -19,8 +19,7 @@ import pytest
 
 import skyward as sky
 from skyward.providers import Order
-from skyward.providers.ssh import connections
-from skyward.providers.ssh.commands import CommandSession
+from skyward.providers.hosts import connections
 from skyward.testing import plain_request
 
 from .. import walks
@@ -83,18 +82,6 @@ def test_an_output_callback_that_raises_ends_the_command(
 
     pid = asyncio.run(scenario())
     eventually(lambda: not psutil.pid_exists(pid), 30, "the end of the command")
-
-
-def test_what_the_login_shell_says_is_not_the_commands_output() -> None:
-    async def scenario() -> None:
-        out = bytearray()
-        session = CommandSession(out.extend, announced=True)
-        for data in (b"Welcome!\nskyward is", b" fun", b"\nskywa", b"rd 4711\nhel", b"lo"):
-            session.data_received(data)
-        assert session.leader == "4711"
-        assert out == b"hello"
-
-    asyncio.run(scenario())
 
 
 def test_a_command_that_is_too_long_is_refused(sshd: Sshd) -> None:
@@ -196,7 +183,7 @@ def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
 def test_a_host_that_falls_silent_is_noticed_and_connected_to_anew(
     sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyward.providers.ssh.machine.ALIVE_SECONDS", 0.5)
+    monkeypatch.setattr("skyward.providers.hosts.machine.ALIVE_SECONDS", 0.5)
 
     async def scenario() -> None:
         async with made(sshd.provider(timeout=10)) as machine:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("asyncssh", reason="skyward-torch[ssh] is not installed")
 
-from skyward.providers.ssh import connections
+from skyward.providers.hosts import connections
 
 DESTINATION: Any = None
 """No test depends on it."""
@@ -18,12 +18,11 @@ MOMENT = 30.0
 
 
 class Connection:
-    """One that takes any command, and sees its end only when it is told so."""
+    """One that sees its end only when it is told so."""
 
     def __init__(self) -> None:
         self.closed = False
         self.over = asyncio.Event()
-        self.sessions = 0
 
     def is_closed(self) -> bool:
         return self.closed
@@ -37,10 +36,6 @@ class Connection:
 
     async def wait_closed(self) -> None:
         await self.over.wait()
-
-    async def create_session(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        self.sessions += 1
-        return None, None
 
 
 class Host:
@@ -105,25 +100,13 @@ def test_commands_that_wait_for_a_connection_share_as_few_as_have_room(
 ) -> None:
     async def scenario() -> None:
         host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
-        enough = asyncio.Event()
-
-        async def command() -> None:
-            async with to_it.command(None, "true"):  # type: ignore[arg-type]
-                await enough.wait()
-
-        commands = [
-            asyncio.create_task(command()) for _ in range(2 * connections.COMMANDS_EACH + 1)
-        ]
+        places = [to_it.command_place() for _ in range(2 * connections.COMMANDS_EACH + 1)]
         async with asyncio.timeout(MOMENT):
-            while sum(each.sessions for each in host.connections) < len(commands):
-                await asyncio.sleep(0)
-        assert [each.sessions for each in host.connections] == [
-            connections.COMMANDS_EACH,
-            connections.COMMANDS_EACH,
-            1,
-        ]
-        enough.set()
-        await asyncio.gather(*commands)
+            found = await asyncio.gather(*places)
+        assert [
+            sum(place.connection is each for place in found)  # type: ignore[comparison-overlap]
+            for each in host.connections
+        ] == [connections.COMMANDS_EACH, connections.COMMANDS_EACH, 1]
 
     asyncio.run(scenario())
 
@@ -135,13 +118,14 @@ def test_a_retired_connection_is_closed_after_its_last_command_and_stream(
         host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
         _, first_over = await to_it.connection()
         _, second_over = await to_it.connection()
-        async with to_it.command(None, "true"):  # type: ignore[arg-type]
-            to_it.retire()
-            first_over()
-            await to_it.connection()
-            retired, other = host.connections
-            second_over()
-            assert not retired.closed, "it still runs a command"
+        place = await to_it.command_place()
+        to_it.retire()
+        first_over()
+        await to_it.connection()
+        retired, other = host.connections
+        second_over()
+        assert not retired.closed, "it still runs a command"
+        place.leave()
         assert retired.closed
         assert not other.closed
         for each in host.connections:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.providers.ssh import connections
-from skyward.providers.ssh.hosts import HostAddress
+from skyward.providers.hosts import HostAddress, connections
 from skyward.testing import plain_request
 
 from .ssh_hosts import Sshd, made, refusal, said, serving

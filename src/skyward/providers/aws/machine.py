@@ -24,8 +24,8 @@ from skyward.providers.aws import interruption, session, stopping, tags
 from skyward.providers.aws.failures import RequestError
 from skyward.providers.aws.instances import ENDED, Instance, Instances, state_of
 from skyward.providers.aws.keys import Keys
-from skyward.providers.ssh.hosts import Destination, HostAddress
-from skyward.providers.ssh.machine import SSHMachine
+from skyward.providers.hosts import Destination, HostAddress
+from skyward.providers.hosts.machine import SSHMachine
 
 BOOT_SECONDS = 600.0
 """How long an instance may take to answer; large ones take minutes."""

@@ -9,12 +9,11 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from skyward.errors import PoolStartError, UnreachableError
 from skyward.providers import Machine
-from skyward.providers.container import commands
 from skyward.providers.container.service import (
     NODE,
     POOL,
@@ -24,36 +23,14 @@ from skyward.providers.container.service import (
     remove_unused_network,
     said,
 )
+from skyward.providers.piped import Piped, relay_command
 
 _ENDING_SECONDS = 5.0
 _HEADER = struct.Struct(">BxxxL")
 """Before each piece of a command's output: the stream it belongs to, and its length."""
 
-_RELAY = """\
-import os, socket, sys, threading
-family, _, place = sys.argv[1].partition(":")
-if family == "unix":
-    end = socket.socket(socket.AF_UNIX)
-    end.connect(place)
-else:
-    host, _, port = place.rpartition(":")
-    end = socket.create_connection((host, int(port)))
-def out():
-    while data := end.recv(1 << 18):
-        view = memoryview(data)
-        while view:
-            view = view[os.write(1, view):]
-    os.close(1)
-sender = threading.Thread(target=out)
-sender.start()
-while data := os.read(0, 1 << 18):
-    end.sendall(data)
-end.shutdown(socket.SHUT_WR)
-sender.join()
-"""
 
-
-class ContainerMachine(Machine):
+class ContainerMachine(Piped, Machine):
     """One container."""
 
     def __init__(self, service: Service, container: Any, python: str | None) -> None:
@@ -73,36 +50,25 @@ class ContainerMachine(Machine):
         local = self._service.address.startswith("unix:") and sys.platform == "linux"
         self.direct = self.address if local and self.address else None
 
-    async def run(
-        self,
-        command: Sequence[str],
-        *,
-        input: bytes = b"",
-        output: Callable[[bytes], None] | None = None,
-    ) -> int:
-        """Run a process in the container."""
-        return await commands.run(self._run, command, input, output)
+    async def pipe(self, command: Sequence[str]) -> socket.socket:
+        """Run a program in the container, and copy between its streams and a socket."""
+        return await asyncio.to_thread(self._pipe, command)
 
-    def _run(
-        self, command: Sequence[str], input: bytes, output: Callable[[bytes], None] | None
-    ) -> int:
-        with self._executing(command) as (stream, exit_status):
-            feeder = threading.Thread(target=_feed, args=(stream, input), daemon=True)
-            feeder.start()
-            for data in _output(stream):
-                if output is not None:
-                    output(data)
-            feeder.join()
-            return exit_status()
+    async def why_lost(self) -> str:
+        """What the service says of the container."""
+        state = "is there" if await self.alive() else "has ended"
+        return f"container {self.id}: the streams of a command were lost; the container {state}"
 
     async def dial(self, endpoint: str) -> socket.socket:
         """Connect through a process in the container that copies its streams to the socket."""
-        return await asyncio.to_thread(self._dial, endpoint)
+        command, text = relay_command(self.python, endpoint)
+        end = await self.pipe(command)
+        await asyncio.to_thread(end.sendall, text)
+        return end
 
-    def _dial(self, endpoint: str) -> socket.socket:
-        command = commands.python(self.python, _RELAY, endpoint)
+    def _pipe(self, command: Sequence[str]) -> socket.socket:
         executing = self._executing(command)
-        stream, _ = executing.__enter__()
+        stream = executing.__enter__()
         near, far = socket.socketpair()
 
         def upward() -> None:
@@ -114,7 +80,7 @@ class ContainerMachine(Machine):
         def downward() -> None:
             try:
                 with contextlib.suppress(OSError):
-                    for data in _output(stream, errors=False):
+                    for data in _output(stream):
                         far.sendall(data)
                     far.shutdown(socket.SHUT_WR)
                 sender.join()
@@ -130,9 +96,7 @@ class ContainerMachine(Machine):
         return near
 
     @contextlib.contextmanager
-    def _executing(
-        self, command: Sequence[str]
-    ) -> Iterator[tuple[socket.socket, Callable[[], int]]]:
+    def _executing(self, command: Sequence[str]) -> Iterator[socket.socket]:
         with self._service.connected() as docker:
             try:
                 # Podman drops what a process writes before Podman has attached to it: on a busy
@@ -150,7 +114,7 @@ class ContainerMachine(Machine):
             try:
                 with contextlib.suppress(OSError):
                     stream.sendall(b"\n")
-                yield stream, lambda: int(docker.api.exec_inspect(process)["ExitCode"])
+                yield stream
             finally:
                 raw.close()
                 stream.close()
@@ -198,14 +162,8 @@ class ContainerMachine(Machine):
             thread.join(_ENDING_SECONDS)
 
 
-def _feed(stream: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        stream.sendall(data)
-        stream.shutdown(socket.SHUT_WR)
-
-
-def _output(stream: socket.socket, *, errors: bool = True) -> Iterator[bytes]:
-    """What a command writes, piece by piece."""
+def _output(stream: socket.socket) -> Iterator[bytes]:
+    """What a program writes to its standard output, piece by piece."""
     buffer = b""
     left, wanted = 0, False
     while data := _received(stream):
@@ -215,7 +173,7 @@ def _output(stream: socket.socket, *, errors: bool = True) -> Iterator[bytes]:
                 if len(buffer) < _HEADER.size:
                     break
                 kind, left = _HEADER.unpack_from(buffer)
-                wanted = errors or kind == 1
+                wanted = kind == 1
                 buffer = buffer[_HEADER.size :]
                 continue
             piece, buffer = buffer[:left], buffer[left:]

@@ -356,11 +356,14 @@ def _end(access: Access, pod: Object) -> bool:
     states = (pod.get("status") or {}).get("containerStatuses") or ()
     if all("waiting" in (each.get("state") or {}) for each in states):
         return False
+    refused: list[str] = []
+    command = ["sh", "-c", "kill 1"]
     try:
-        streams.run(access, pod["metadata"]["name"], ["sh", "-c", "kill 1"], b"", None)
+        with streams.execute(access, pod["metadata"]["name"], command, refused.append) as end:
+            end.recv(1)
     except (UnreachableError, OSError):
         return False
-    return True
+    return not refused
 
 
 def release(access: Access, name: str, node: int) -> None:

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from skyward.errors import UnreachableError
 from skyward.providers import LOOPBACK, Machine
-from skyward.providers.container import commands
 from skyward.providers.kubernetes import pending, streams
 from skyward.providers.kubernetes.access import Access, ApiError, Object
+from skyward.providers.kubernetes.manifests import MARKS
+from skyward.providers.piped import Piped, relay_command
 from skyward.wire.connecting import host_and_port
 
 ENDED_SECONDS = 3.0
@@ -39,10 +40,13 @@ class PodKeeper(Protocol):
         """Remove a node's pod; with the last node, everything that is not to be kept."""
 
 
-class PodMachine(Machine):
+class PodMachine(Piped, Machine):
     """The pod of one node."""
 
     forwards_to = LOOPBACK
+    # The pod lives while one of its marks has the number of a process that runs.
+    before, after = f'echo "$shell" >{MARKS}$shell', f"rm -f {MARKS}$shell"
+    ends_input = False
 
     def __init__(
         self,
@@ -62,30 +66,24 @@ class PodMachine(Machine):
         self.direct = self.address if direct and self.address else None
         self.ended = pod is None or not is_usable(pod)
         """Whether its pod did not run when it was found."""
+        self._refusal = ""
         self._destroyed = False
 
     # Commands.
 
-    async def run(
-        self,
-        command: Sequence[str],
-        *,
-        input: bytes = b"",
-        output: Callable[[bytes], None] | None = None,
-    ) -> int:
-        """Run a process in the pod's container, through the API server."""
-        return await commands.run(self._run, command, input, output)
+    async def pipe(self, command: Sequence[str]) -> socket.socket:
+        """Run a program in the pod's container, through the API server."""
+        return await asyncio.to_thread(
+            streams.execute, self._access, self._name(), command, self._note_refusal
+        )
 
-    def _run(
-        self, command: Sequence[str], input: bytes, output: Callable[[bytes], None] | None
-    ) -> int:
-        take = None if output is None else lambda data: output(bytes(data))
-        try:
-            return streams.run(self._access, self._name(), command, input, take)
-        except UnreachableError as problem:
-            if how := self._how_it_ended():
-                raise UnreachableError(how) from problem
-            raise
+    def _note_refusal(self, words: str) -> None:
+        self._refusal = words and f"pod {self._pod}: {words}"
+
+    async def why_lost(self) -> str:
+        """How the pod has ended, if it has, or why it starts no program."""
+        how = await asyncio.to_thread(self._how_it_ended)
+        return how or self._refusal or f"the connection to pod {self._pod} was lost"
 
     def _how_it_ended(self) -> str:
         """How the pod has ended; empty if it has not, or nobody knows."""
@@ -108,8 +106,8 @@ class PodMachine(Machine):
 
     async def dial(self, endpoint: str) -> socket.socket:
         """Connect through a process in the pod that copies its streams to the socket."""
-        command = commands.python(self.python, streams.RELAY, endpoint)
-        return await asyncio.to_thread(streams.relay, self._access, self._name(), command)
+        command, text = relay_command(self.python, endpoint, "framed")
+        return await asyncio.to_thread(streams.relay, self._access, self._name(), command, text)
 
     async def forward(self, endpoint: str) -> socket.socket:
         """Connect to a port of the pod's loopback through the API server."""

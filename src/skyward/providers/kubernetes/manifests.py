@@ -12,7 +12,6 @@ from urllib.parse import parse_qs, urlsplit
 
 from skyward.errors import ConfigurationError
 from skyward.providers import Request, owner
-from skyward.providers.container.commands import MARKS
 from skyward.providers.kubernetes import gpus
 from skyward.spec import Volume
 
@@ -26,6 +25,8 @@ LEFT_BY = "skyward.dev/left-by"
 """The label of a claim whose Job is being made anew: the name of the Job."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 CONTAINER = "node"
+MARKS = "/tmp/.skyward-"
+"""Each command in a container has a file, with the number of its shell; their names begin so."""
 IDLE_SECONDS = 120
 """A container ends itself after so long without an agent or a command of the client's."""
 AGENTLESS_SECONDS = 30

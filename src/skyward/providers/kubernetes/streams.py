@@ -25,66 +25,13 @@ LINGER_SECONDS = 30.0
 _LENGTH = struct.Struct(">I")
 
 
-def run(
-    access: Access,
-    pod: str,
-    command: Sequence[str],
-    input: bytes,
-    output: Callable[[memoryview], None] | None,
-) -> int:
-    """Run a command in the pod's container, and return its exit status."""
-    if input:
-        # The protocol cannot close a command's input, so `head` counts its bytes. What the command
-        # does not read is read by `cat`: bytes that nobody reads would block the whole connection.
-        script = f'head -c {len(input)} | {{ "$@"; code=$?; cat >/dev/null; exit $code; }}'
-        command = ["sh", "-c", script, "sh", *command]
-    websocket = _exec(access, pod, command, stdin=bool(input))
-    with contextlib.closing(websocket):
-        unsent = memoryview(input)
-        status = b""
-        while not websocket.ended:
-            while unsent and not websocket.has_unsent:
-                websocket.queue(STDIN, unsent[:PIECE])
-                unsent = unsent[PIECE:]
-                websocket.flush()
-            for channel, data in websocket.receive():
-                if channel == STATUS:
-                    status += data
-                elif output is not None:
-                    output(data)
-            websocket.flush()
-            waits = websocket.has_unsent or not unsent
-            if waits and websocket.drained and not websocket.ended:
-                websocket.wait()
-    return _exit_status(status, pod)
-
-
-def _exec(access: Access, pod: str, command: Sequence[str], *, stdin: bool) -> WebSocket:
-    query = [("container", CONTAINER), ("stdout", "1"), ("stderr", "1")]
-    if stdin:
-        query.append(("stdin", "1"))
+def _exec(access: Access, pod: str, command: Sequence[str]) -> WebSocket:
+    query = [("container", CONTAINER), ("stdin", "1"), ("stdout", "1"), ("stderr", "1")]
     query += [("command", each) for each in command]
     try:
         return open_websocket(access, access.path("pods", pod, "exec", query=query))
     except HandshakeError as problem:
         raise UnreachableError(f"pod {pod}: {_words(problem)}") from problem
-
-
-def _exit_status(status: bytes, pod: str) -> int:
-    """The exit status in the message with which a command's stream ends."""
-    if not status:
-        raise UnreachableError(f"the connection to pod {pod} was lost")
-    told = json.loads(bytes(status))
-    if told.get("status") == "Success":
-        return 0
-    causes = (told.get("details") or {}).get("causes") or ()
-    for cause in causes:
-        if cause.get("reason") == "ExitCode":
-            return int(cause["message"])
-    message = str(told.get("message", ""))
-    if "executable file not found" in message or "no such file or directory" in message:
-        return 127
-    raise UnreachableError(f"pod {pod}: {message}")
 
 
 def _words(problem: HandshakeError) -> str:
@@ -247,49 +194,49 @@ class _WebForwarding(_Copying):
             self._end()
 
 
-RELAY = """\
-import os, socket, struct, sys, threading
-family, _, place = sys.argv[1].partition(":")
-if family == "unix":
-    end = socket.socket(socket.AF_UNIX)
-    end.connect(place)
-else:
-    host, _, port = place.rpartition(":")
-    end = socket.create_connection((host, int(port)))
-def write(data):
-    view = memoryview(struct.pack(">I", len(data)) + data)
-    while view:
-        view = view[os.write(1, view):]
-def read(size):
-    got = b""
-    while len(got) < size:
-        data = os.read(0, size - len(got))
-        if not data:
-            os._exit(0)
-        got += data
-    return got
-def out():
-    while data := end.recv(1 << 16):
-        write(data)
-    write(b"")
-sender = threading.Thread(target=out)
-sender.start()
-while size := struct.unpack(">I", read(4))[0]:
-    end.sendall(read(size))
-end.shutdown(socket.SHUT_WR)
-sender.join()
-"""
-"""Copies between its streams and a socket. Each piece has its length before it, and an empty one
-ends a direction: the API server's protocol cannot close one direction of a command."""
+def execute(
+    access: Access, pod: str, command: Sequence[str], refused: Callable[[str], None]
+) -> socket.socket:
+    """A blocking socket that is the input and output of a program in the pod.
+
+    The API server's protocol cannot end the input: it stays open. `refused` gets the words with
+    which the pod starts no program.
+    """
+    return _Executing(_exec(access, pod, command), refused).start("skyward-exec")
 
 
-def relay(access: Access, pod: str, command: Sequence[str]) -> socket.socket:
-    """A blocking socket that leads, through `RELAY` in the pod, to a socket there."""
-    return _Relaying(_exec(access, pod, command, stdin=True)).start("skyward-relay")
+class _Executing(_Copying):
+    """The streams of a program."""
+
+    def __init__(self, carrier: Carrier, refused: Callable[[str], None]) -> None:
+        super().__init__(carrier)
+        self._refused = refused
+
+    def _send(self, data: bytes) -> None:
+        if data:
+            self._carrier.queue(STDIN, data)
+        self._sends = bool(data)
+
+    def _take(self, channel: int, data: memoryview) -> None:
+        if channel == STATUS:
+            told = json.loads(bytes(data))
+            exited = (told.get("details") or {}).get("causes")
+            if told.get("status") != "Success" and not exited:
+                self._refused(str(told.get("message", "")))
+            self._end()
+        elif channel == STDOUT:
+            self._unwritten.append(data)
+
+
+def relay(access: Access, pod: str, command: Sequence[str], text: bytes) -> socket.socket:
+    """A blocking socket that leads, through a framed relay in the pod, to a socket there."""
+    websocket = _exec(access, pod, command)
+    websocket.queue(STDIN, text)
+    return _Relaying(websocket).start("skyward-relay")
 
 
 class _Relaying(_Copying):
-    """A connection through `RELAY`, each of whose directions can end alone."""
+    """A connection through a relay, each of whose directions can end alone."""
 
     def __init__(self, carrier: Carrier) -> None:
         super().__init__(carrier)

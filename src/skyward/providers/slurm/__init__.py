@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, UnreachableError
-from skyward.providers import Allocation, Capabilities, Order, Remains, Request
+from skyward.providers import Allocation, Capabilities, Order, Remains, Request, find_provider
+from skyward.providers.hosts import NamedHosts
 from skyward.providers.slurm.commands import SlurmCluster, check_has_cluster
 from skyward.providers.slurm.jobs import Jobs
 from skyward.providers.slurm.login import Here, Login, Remote
 from skyward.providers.slurm.submission import Submission
-from skyward.providers.ssh import SSH
 
 if TYPE_CHECKING:
     from skyward.providers.slurm.machine import SlurmMachine
@@ -59,7 +59,7 @@ class Slurm:
     qos: str | None = None
     constraint: str | None = None
     time: str | datetime.timedelta | None = None
-    login: str | SSH | Mapping[str, Any] | None = None
+    login: str | NamedHosts | Mapping[str, Any] | None = None
     container: str | None = None
     extra: Sequence[str] = ()
     _: KW_ONLY
@@ -121,26 +121,34 @@ class Slurm:
             "write the time as Slurm does, 'hours:minutes:seconds', or give a timedelta",
         )
 
-    def _checked_login(self) -> SSH | None:
-        given = self.login
-        if given is None or isinstance(given, SSH):
+    def _checked_login(self) -> NamedHosts | None:
+        given, ssh = self.login, find_provider("ssh")
+        found: NamedHosts
+        if given is None:
+            return None
+        if isinstance(given, ssh):
             found = given
         elif isinstance(given, Mapping):
-            found = SSH(**given)
+            found = ssh(**given)
         else:
-            found = SSH([checks.text(self, "login", given)])
-        if found is not None and len(found.hosts) != 1:
+            found = ssh([checks.text(self, "login", given)])
+        if len(found.hosts) != 1:
             raise checks.refused(self, {"login": given}, "name one login node")
         return found
 
     @property
-    def _ssh(self) -> SSH | None:
-        assert self.login is None or isinstance(self.login, SSH)
+    def _ssh(self) -> NamedHosts | None:
+        assert not isinstance(self.login, (str, Mapping))
         return self.login
+
+    def _login(self) -> Login:
+        """Where Slurm's commands run."""
+        ssh = self._ssh
+        return Here() if ssh is None else Remote(ssh.hosts[0], ssh.destination(0))
 
     async def ping(self) -> str:
         """Ask the controller, through the login node if there is one."""
-        login: Login = Here() if self._ssh is None else Remote(self._ssh)
+        login = self._login()
         try:
             version = await login.call(["sinfo", "--version"])
             state = await login.call(["scontrol", "ping"])
@@ -163,7 +171,7 @@ class Slurm:
         """The jobs of all pools, by their names and comments."""
         from skyward.providers.slurm.remains import remains
 
-        login: Login = Here() if self._ssh is None else Remote(self._ssh)
+        login = self._login()
         try:
             return await remains(SlurmCluster(login))
         finally:
@@ -215,7 +223,7 @@ class Slurm:
         if found is None or found.closed:
             for old in [each for each in _pools if each[0].is_closed()]:
                 del _pools[old]
-            login: Login = Here() if self._ssh is None else Remote(self._ssh)
+            login = self._login()
             found = _pools[key] = Jobs(
                 login, self._submission, pool, lambda jobs: _forget(key, jobs)
             )

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyward.errors import ConfigurationError, UnreachableError
-from skyward.providers.slurm.on_node.keeper import KNOWN_ENTRIES, home_entries
+from skyward.providers.hosts import Destination
+from skyward.providers.on_node.keeper import KNOWN_ENTRIES, home_entries
 
 if TYPE_CHECKING:
-    from skyward.providers.ssh import SSH
-    from skyward.providers.ssh.connections import HostConnections
-    from skyward.providers.ssh.machine import SSHMachine
+    from skyward.providers.hosts.connections import HostConnections
+    from skyward.providers.hosts.machine import SSHHost
 
 CALL_SECONDS = 60.0
 """How long a command of Slurm's may take: its controller may be busy."""
@@ -187,19 +187,18 @@ class Here:
 class Remote:
     """A login node that is reached over SSH."""
 
-    def __init__(self, ssh: SSH) -> None:
-        self._ssh = ssh
-        self.name = str(ssh.hosts[0])
-        self._machine: SSHMachine | None = None
+    def __init__(self, name: str, destination: Destination) -> None:
+        self.name, self._destination = name, destination
+        self._machine: SSHHost | None = None
         self._held: HostConnections | None = None
         self._in_login_shell = False
         """Whether only a login shell finds Slurm's commands."""
 
     def open(self) -> None:
         """Hold the connection, so that not every command makes a new one."""
-        from skyward.providers.ssh.connections import hold
+        from skyward.providers.hosts.connections import hold
 
-        self._held = self._held or hold(self._ssh.destination(0))
+        self._held = self._held or hold(self._destination)
 
     async def call(self, command: Sequence[str], input: bytes = b"") -> CommandAnswer:
         """Run a command as the login shell's only one."""
@@ -221,16 +220,11 @@ class Remote:
         return f"bash -lc {shlex.quote(f'exec {line}')}" if self._in_login_shell else line
 
     async def _call(self, line: str, input: bytes) -> CommandAnswer:
-        from skyward.providers.ssh.commands import CommandSession
-
-        output, words = bytearray(), bytearray()
-        session = CommandSession(output.extend, announced=False, errors=words.extend)
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                status = await self._host().execute(session, line, input)
+                return _answer(*await self._host().answer(line, input))
         except TimeoutError:
             raise _silent(line.split()[0], self) from None
-        return _answer(status, output, words)
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
         """Bridge a socket to the channel of a command."""
@@ -250,7 +244,7 @@ class Remote:
 
     async def close(self) -> None:
         """Close the connection, if no other pool uses it."""
-        from skyward.providers.ssh.connections import release
+        from skyward.providers.hosts.connections import release
 
         machine, self._machine = self._machine, None
         if machine is not None:
@@ -259,9 +253,9 @@ class Remote:
         if held is not None:
             await release(held)
 
-    def _host(self) -> SSHMachine:
-        from skyward.providers.ssh.machine import SSHMachine
+    def _host(self) -> SSHHost:
+        from skyward.providers.hosts.machine import SSHHost
 
         if self._machine is None:
-            self._machine = SSHMachine("", 0, self._ssh.destination(0), self.name, None)
+            self._machine = SSHHost(self._destination)
         return self._machine

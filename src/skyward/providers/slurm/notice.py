@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 
-from skyward.providers.slurm.on_node.keeper import VARIABLE
+from skyward.providers.on_node.keeper import VARIABLE
 
 PAUSE_SECONDS = 5.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from functools import cache
-from importlib import resources
+
+from skyward.providers.piped import program
 
 WARNING_SECONDS = 120
 """How long before the end of the time limit the warning comes; Slurm may send it 60 s earlier."""
@@ -66,19 +66,12 @@ exit "$status"
 """
 
 
-@cache
-def source(program: str) -> str:
-    """The text of a program for a node: "keeper" or "relay"."""
-    folder = resources.files("skyward.providers.slurm.on_node")
-    return (folder / f"{program}.py").read_text("utf-8")
-
-
 def batch_script(config: dict[str, object], launch: Sequence[str], step: Sequence[str]) -> bytes:
     """The script; `launch` has the options of the keepers' step, `step` those of later ones."""
     text = _SCRIPT.format(
         start=shlex.quote(_START),
-        relay=shlex.quote(source("relay")),
-        keeper=shlex.quote(source("keeper")),
+        relay=shlex.quote(program("relay")),
+        keeper=shlex.quote(program("keeper")),
         reason="Slurm ends the job: its time limit, or a preemption",
         launch=shlex.join(launch),
         step=shlex.join(step),
@@ -89,4 +82,4 @@ def batch_script(config: dict[str, object], launch: Sequence[str], step: Sequenc
 
 def relay_command(*arguments: str) -> list[str]:
     """The command of a step that is a relay."""
-    return ["sh", "-c", _START, "sh", source("relay"), *arguments]
+    return ["sh", "-c", _START, "sh", program("relay"), *arguments]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyward.errors import UnreachableError
+from skyward.providers.on_node.relay import NO_KEEPER
 from skyward.providers.slurm.commands import SlurmCluster, first_words
-from skyward.providers.slurm.on_node.relay import NO_KEEPER
 from skyward.providers.slurm.script import relay_command
 
 ANSWER_SECONDS = 8.0

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError
 from skyward.providers import Allocation, Capabilities, Order, Request
-from skyward.providers.ssh.hosts import Destination, HostAddress, inventory
+from skyward.providers.hosts import Destination, HostAddress, inventory
 
 if TYPE_CHECKING:
-    from skyward.providers.ssh.machine import SSHMachine
+    from skyward.providers.hosts.machine import SSHMachine
 
 __all__ = ["SSH"]
 
@@ -116,7 +116,7 @@ class SSH:
 
     async def ping(self) -> str:
         """Log in to every host, and run nothing but a look at our own folder."""
-        from skyward.providers.ssh.machine import labels
+        from skyward.providers.hosts.machine import labels
 
         hosts = list(dict.fromkeys(self.hosts))
         tried = await asyncio.gather(
@@ -194,7 +194,7 @@ class SSH:
 
     async def _left(self, pool: str, destination: Destination, nodes: list[int]) -> list[int]:
         """The nodes of a host that have a folder there, or may have one."""
-        from skyward.providers.ssh.machine import label, labels
+        from skyward.providers.hosts.machine import label, labels
 
         try:
             there = await labels(destination)
@@ -204,7 +204,7 @@ class SSH:
         return [node for node in nodes if label(pool, node) in there]
 
     async def _machine(self, pool: str, node: int) -> SSHMachine:
-        from skyward.providers.ssh.machine import SSHMachine, resolve_host
+        from skyward.providers.hosts.machine import SSHMachine, resolve_host
 
         host = self.hosts[node]
         destination = self._destination(host)

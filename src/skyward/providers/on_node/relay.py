@@ -1,20 +1,23 @@
-"""The relay: a step on a node whose standard streams lead to a socket there.
+"""The relay: a program on a node whose standard streams lead to a socket there.
 
-Run as `relay.py TARGET [QUESTION]`. The target is "keeper", "keeper-now" for one that must be there
-already, or an endpoint such as "unix:PATH". A question is sent to the keeper, whose answer is
-printed; without one, bytes are copied both ways.
+Run as `relay.py TARGET [framed | QUESTION]`. The target is an endpoint such as "unix:PATH", or
+"keeper" for that of a Slurm job, or "keeper-now" for one that must be there already. Bytes are
+copied both ways, until the target sends no more. Framed, each piece has its length before it, and
+an empty one ends a direction: not every way to a node can close one direction of a program. A
+question is sent to the keeper, whose answer is printed.
 """
 
 import contextlib
 import json
 import os
 import socket
+import struct
 import sys
 import threading
 import time
 
 PLACES = ("/tmp", "/var/tmp")
-CHUNK = 256 << 10
+CHUNK, PIECE = 256 << 10, 64 << 10
 KEEPER_SECONDS = 20.0
 """How long the relay waits for the keeper, which Slurm starts at the same time."""
 NO_KEEPER, REFUSED = 69, 111
@@ -95,43 +98,58 @@ def ask(target, question):
         sys.stdout.write("skyward %s\n" % json.dumps(told))
 
 
-def copy(target):
-    # type: (str) -> None
-    """Copy bytes between the standard streams and the target until both directions have ended."""
+def copy(target, framed):
+    # type: (str, bool) -> None
+    """Copy bytes between the standard streams and the target."""
     if os.isatty(1):
         # Slurm gives a step without buffers a terminal, which must leave the bytes as they are.
         import tty
 
         tty.setraw(1)
     connection = connect(target, KEEPER_SECONDS if target == "keeper" else 0.0)
-    threading.Thread(target=send_input, args=(connection,), daemon=True).start()
+    sending = threading.Thread(target=send_input, args=(connection, framed), daemon=True)
+    sending.start()
     while True:
         try:
-            data = connection.recv(CHUNK)
+            data = connection.recv(PIECE if framed else CHUNK)
         except OSError:
-            break
+            data = b""
+        head = struct.pack(">I", len(data)) if framed else b""
+        view = memoryview(head + data)
+        while len(view):
+            view = view[os.write(1, view) :]
         if not data:
             break
-        while data:
-            data = data[os.write(1, data) :]
+    if framed:
+        sending.join()
 
 
-def send_input(connection):
-    # type: (socket.socket) -> None
-    while True:
-        data = os.read(0, CHUNK)
-        if not data:
-            break
-        try:
-            connection.sendall(data)
-        except OSError:
-            return
+def send_input(connection, framed):
+    # type: (socket.socket, bool) -> None
     with contextlib.suppress(OSError):
+        while True:
+            size = struct.unpack(">I", read_input(4))[0] if framed else CHUNK
+            data = read_input(size) if framed else os.read(0, size)
+            if not data:
+                break
+            connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
 
 
+def read_input(size):
+    # type: (int) -> bytes
+    """So many bytes of the input; ends the program if there are no more."""
+    data = b""
+    while len(data) < size:
+        piece = os.read(0, size - len(data))
+        if not piece:
+            os._exit(0)
+        data += piece
+    return data
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 2 and sys.argv[2] != "framed":
         ask(sys.argv[1], sys.argv[2])
     else:
-        copy(sys.argv[1])
+        copy(sys.argv[1], len(sys.argv) > 2)

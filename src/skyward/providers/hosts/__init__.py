@@ -1,4 +1,4 @@
-"""Hosts as people name them: "user@name:port", and the inventory in an ssh configuration file."""
+"""Hosts over SSH, as people name them: "user@name:port", or in an ssh configuration file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import fnmatch
 import glob
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 _ADDRESS = re.compile(
     r"(?:(?P<user>[^@\s]+)@)?"
@@ -70,6 +71,20 @@ class Destination:
             before or None,
             self.timeout,
         )
+
+
+class NamedHosts(Protocol):
+    """Hosts, with all that decides how to connect to them: what `sky.SSH` is."""
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The hosts, as for `ssh`."""
+
+    def destination(self, node: int) -> Destination:
+        """How to connect to one of them."""
+
+    def describe(self) -> dict[str, Any]:
+        """The arguments, for JSON."""
 
 
 def inventory(path: Path, pattern: str) -> list[str]:
