@@ -38,7 +38,7 @@ Sharing = Callable[[sky.Compute], contextlib.AbstractContextManager[sky.Compute]
 _shared_pools: list[sky.Compute] = []
 
 # A machine that stands still for a moment says nothing about the code: no limit on one example.
-hypothesis.settings.register_profile("skyward", deadline=None, max_examples=100 if ALL else 40)
+hypothesis.settings.register_profile("skyward", deadline=None, max_examples=100 if ALL else 25)
 hypothesis.settings.load_profile("skyward")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

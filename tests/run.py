@@ -33,11 +33,11 @@ TABLE = TESTS / "seconds.txt"
 NEWEST = ROOT / ".venv-newest"
 """An environment with the newest torch that pip offers, and all else from the one that made it."""
 REPORTS = ROOT / "build" / ("tests-newest" if Path(sys.prefix) == NEWEST else "tests")
-BATCH_SECONDS = 480.0
+BATCH_SECONDS = 300.0
 """What a batch is filled up to: pytest, torch and a pool with two devices take 9 s to start."""
 UNKNOWN_SECONDS = 30.0
 """What a file is taken for that the table does not have."""
-SMALL_SECONDS = 60.0
+SMALL_SECONDS = 150.0
 """Folders that take less share a batch: 2 s of a processor for each process that is not started."""
 PROCESSES = os.cpu_count() or 2
 """Besides those that begin with Podman and SSH hosts: two more made every test take longer."""

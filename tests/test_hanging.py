@@ -34,9 +34,9 @@ def rests() -> None:
     threading.Event().wait()
 
 
-def test_a_timeout_says_where_the_task_was(compute: sky.Compute) -> None:
+def test_a_timeout_says_where_the_task_was(pool: sky.Compute) -> None:
     with pytest.raises(sky.TaskTimeoutError) as caught:
-        sky.function(timeout=1)(rests)() >> compute
+        sky.function(timeout=1)(rests)() >> pool
     assert re.fullmatch(
         r"rests ran longer than its timeout of 1 s on node \d; the remote work was cancelled; "
         r'it was here:\n  File ".*test_hanging\.py", line \d+, in rests\n'
@@ -72,15 +72,13 @@ def test_a_broadcast_names_the_rank_that_hangs_and_the_ranks_that_wait_for_it(
     assert [outcome.value for outcome in caught.value.outcomes if outcome.ok] == ["early"]
 
 
-def test_a_timeout_in_c_code_that_holds_the_interpreter_says_where_too(
-    compute: sky.Compute,
-) -> None:
+def test_a_timeout_in_c_code_that_holds_the_interpreter_says_where_too(pool: sky.Compute) -> None:
     @sky.function(timeout=1)
     def backtracks() -> None:
         re.match(r"(a+)+$", "a" * 40 + "b")
 
     with pytest.raises(sky.TaskTimeoutError, match="in C code that holds the interpreter") as error:
-        compute.run(backtracks(), on=2)
+        backtracks() >> pool
     assert 're.match(r"(a+)+$"' in error.value.place
 
 

@@ -21,7 +21,7 @@ from skyward.nodes.scaling import Scaler
 from skyward.providers import Order
 from skyward.testing import plain_request
 
-from ..conftest import PATIENCE, Eventually, wait_until
+from ..conftest import ALL, PATIENCE, Eventually, wait_until
 
 QUIET = sky.Options(console=False)
 
@@ -71,7 +71,8 @@ def test_a_pool_starts_with_the_nodes_it_needs_and_goes_on_for_the_others(
     with sky.Compute(provider, nodes=sky.Nodes(4, min=2), options=QUIET) as pool:
         eventually(lambda: states(pool)[0::2] == ["ready", "ready"])
         assert rank() @ pool == [(0, 0, 2), (2, 1, 2)], "the ranks of those that are there"
-        assert len(pool.devices("cpu")) == 2
+        if ALL:
+            assert len(pool.devices("cpu")) == 2, "which imports torch, as nothing else here does"
 
         provider.missing.clear()
 

@@ -20,6 +20,7 @@ import pytest
 import skyward as sky
 from skyward.nodes import contact
 
+from ..conftest import only_in_all, other_case
 from .network import OUTAGE_SECONDS
 
 MIB = 1 << 20
@@ -138,7 +139,7 @@ def test_large_transfers_go_on_where_they_were_cut(far: Any, seed: int) -> None:
         values = values[::-1].copy()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=other_case) for n in (1, 2))])
 def test_whatever_is_cut_wherever_every_task_runs_once(far: Any, tmp_path: Path, seed: int) -> None:
     choose = random.Random(seed)
     before = sum(network.cuts for network in far.networks.values())
@@ -293,7 +294,7 @@ def test_a_device_and_its_process_outlast_an_outage(
         assert (pid() > far.pool).result(60)
 
 
-@pytest.mark.parametrize("how", ["frozen", "turned away"])
+@pytest.mark.parametrize("how", [pytest.param("frozen", marks=other_case), "turned away"])
 def test_leaving_a_pool_in_an_outage_does_not_take_long(
     far_pool: Any, tmp_path: Path, eventually: Eventually, nothing_left: None, how: str
 ) -> None:
@@ -380,6 +381,7 @@ def test_a_dead_executor_is_reported_as_ever(
         assert (pid() > far.pool).result(60) != process
 
 
+@only_in_all
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_network_that_is_away_during_everything_costs_only_time(

@@ -20,6 +20,8 @@ import pytest
 import skyward as sky
 from skyward.calls import cancelling
 
+from ..conftest import other_case
+
 MIB = 1 << 20
 Eventually = Callable[..., None]
 
@@ -163,7 +165,7 @@ def test_whatever_is_cut_meanwhile_all_of_it_arrives(far: Any, values: Any, seed
     assert answers == [[int(data.sum())] * 2]
 
 
-@pytest.mark.parametrize(("victim", "pause"), [(0, 0.02), (1, 0.1)])
+@pytest.mark.parametrize(("victim", "pause"), [pytest.param(0, 0.02, marks=other_case), (1, 0.1)])
 def test_an_executor_that_dies_takes_nobody_elses_copy_along(
     far_pool: Any, values: Any, pause: float, victim: int
 ) -> None:

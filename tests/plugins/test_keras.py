@@ -60,6 +60,7 @@ def test_on_torch_a_model_is_made_parallel_by_torch() -> None:
         assert step() @ compute == [("torch", 3.0), ("torch", 3.0)]
 
 
+@only_in_all
 def test_alone_every_worker_trains_by_itself() -> None:
     """Slow: Keras is imported."""
     with sky.Compute(plugins=[sky.plugins.keras()], options=QUIET) as compute:

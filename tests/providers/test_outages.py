@@ -91,6 +91,7 @@ def test_large_transfers_go_on_when_the_network_is_back(client: Any) -> None:
         assert outcome["lost"] == 0
 
 
+@only_in_all
 @LOSSY
 def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(client: Any) -> None:
     for outcome in client(act="give_up", seconds=60, orphan_timeout=6):

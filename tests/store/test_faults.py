@@ -14,13 +14,13 @@ import torch
 import skyward as sky
 from skyward.store.places import local
 
-from ..conftest import ALL
+from ..conftest import ALL, only_in_all
 
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_working_store(folder: Path) -> None:
     """Many kills, each at a random moment of a save, each followed by a full check."""
-    count = "100" if ALL else "30"
+    count = "100" if ALL else "12"
     script = Path(__file__).with_name("killing.py")
 
     done = subprocess.run(
@@ -116,6 +116,7 @@ print(peak() - before)
 """
 
 
+@only_in_all
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 def test_memory_stays_close_to_the_size_of_the_model(folder: Path) -> None:
