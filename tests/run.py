@@ -1,6 +1,6 @@
 """Run as a script: the whole suite, in as many pytest processes as the machine is good for.
 
-Files are put together to batches of about eight minutes, each one pytest process. Batches begin
+Files are put together to batches of about five minutes, each one pytest process. Batches begin
 longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jobs, instances or SSH
 hosts wait for those more than they compute, so further processes begin with them, and then help the
 others. Nothing is run again because it failed: a test that fails at times has or shows a defect.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
 import os
 import re
 import shlex
@@ -320,12 +319,9 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> bool:
 
 
 def choose_dtypes(everything: bool) -> str:
-    """The dtypes of op_db's samples: float32, and another every day."""
-    if given := os.environ.get("SKYWARD_OPS_DTYPES"):
-        return given
-    today = datetime.datetime.now(datetime.UTC).date()
-    others = DTYPES if everything else (DTYPES[today.toordinal() % len(DTYPES)],)
-    return ",".join(("float32", *others))
+    """The dtypes of op_db's samples: one, so that no result depends on the day, or all."""
+    given = os.environ.get("SKYWARD_OPS_DTYPES")
+    return given or ",".join(("float32", *(DTYPES if everything else ())))
 
 
 def write_table(outcomes: Sequence[Outcome]) -> None:

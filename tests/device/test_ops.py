@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from torch.testing._internal.common_methods_invocations import op_db
 
 ALL_DTYPES = "float32,int64,bool,complex64,bfloat16"
-# The dtypes of this run: `make test` names float32 and another every day, `make test-all` all.
+# The dtypes of this run: `make test` names float32, `make test-all` all.
 DTYPES = [
     getattr(torch, name) for name in (os.environ.get("SKYWARD_OPS_DTYPES") or ALL_DTYPES).split(",")
 ]

@@ -175,6 +175,7 @@ class TestTwoInstances:
             ports = {port for address, port in connections() if address == node.address}
             assert ports - {SSH_PORT}
 
+    @only_in_all
     def test_have_a_torch_device(self, compute: sky.Compute) -> None:
         import torch
 

@@ -235,6 +235,7 @@ def test_a_lost_machine_of_the_cluster_costs_a_pod(
             assert time.monotonic() - began < 60
 
 
+@only_in_all
 def test_a_pool_grows_and_shrinks(
     namespace: kube.Namespace, eventually: Callable[..., None]
 ) -> None:

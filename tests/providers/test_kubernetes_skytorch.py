@@ -68,6 +68,7 @@ def wait(seconds: float) -> None:
     time.sleep(seconds)
 
 
+@only_in_all
 def test_a_compute_is_a_pod_that_can_be_suspended_and_resumed(
     namespace: kube.Namespace, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ QUIET = sky.Options(console=False)
 MIB = 1 << 20
 WAYS = (True, False)
 """Straight to the hosts, and through SSH; both at the same time, since all of it is slow."""
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, only_in_all]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,6 @@ def test_a_network_that_is_away_during_everything_costs_only_time(
         assert len((tmp_path / runs).read_text().splitlines()) == 1
 
 
-@only_in_all
 @FAST
 def test_large_transfers_go_on_when_the_network_is_back(client: Any) -> None:
     for outcome in client(
@@ -91,7 +90,6 @@ def test_large_transfers_go_on_when_the_network_is_back(client: Any) -> None:
         assert outcome["lost"] == 0
 
 
-@only_in_all
 @LOSSY
 def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(client: Any) -> None:
     for outcome in client(act="give_up", seconds=60, orphan_timeout=6):
@@ -107,7 +105,6 @@ def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(client: Any) -> No
         assert len(outcome["again"]) == 2
 
 
-@only_in_all
 @LOSSY
 def test_a_slow_network_that_loses_packets_is_not_taken_for_a_dead_one(client: Any) -> None:
     """One connection carries half a megabyte a second there, and heartbeats must not wait."""
@@ -116,7 +113,6 @@ def test_a_slow_network_that_loses_packets_is_not_taken_for_a_dead_one(client: A
         assert outcome["states"] == ["ready"]
 
 
-@only_in_all
 @FAR
 def test_a_host_far_away_is_connected_to_again_through_ssh(client: Any) -> None:
     """Connecting takes longer than any of those who wait for it."""

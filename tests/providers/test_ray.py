@@ -263,14 +263,8 @@ def once(folder: str) -> str:
     return label
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "actor",
-        pytest.param("keeper", marks=only_in_all),
-        pytest.param("job", marks=only_in_all),
-    ],
-)
+@only_in_all
+@pytest.mark.parametrize("way", ["actor", "keeper", "job"])
 def test_a_lost_machine_is_replaced_and_its_task_retried(
     emptied: RayCluster, tmp_path: Path, eventually: Callable[..., None], way: str
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import skyward as sky
 
-from ..conftest import Sharing
+from ..conftest import Sharing, only_in_all
 from . import slurm_testbed
 from .slurm_testbed import jobs, says
 from .training import device_losses, synchronised
@@ -102,6 +102,7 @@ def test_slurms_warning_lets_tasks_end_and_has_the_nodes_replaced(
     assert len(synchronised() @ pool) == 2
 
 
+@only_in_all
 def test_device_training_on_a_node(pool: sky.Compute) -> None:
     assert device_losses(pool.device("cpu", node=1)) == device_losses("cpu")
 
