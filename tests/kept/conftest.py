@@ -18,7 +18,7 @@ import skyward as sky
 from skyward.nodes import keeping
 from skyward.worker import detached
 
-from ..conftest import PATIENCE
+from ..conftest import PATIENCE, other_case
 
 QUIET = sky.Options(console=False)
 HASTY = sky.Options(console=False, orphan_timeout=5)
@@ -85,7 +85,7 @@ def said(process: subprocess.Popen[str]) -> str:
     return out.strip()
 
 
-@pytest.fixture(scope="module", params=["unix", "tcp"])
+@pytest.fixture(scope="module", params=["unix", pytest.param("tcp", marks=other_case)])
 def kept(request: pytest.FixtureRequest, home: Path) -> Iterator[str]:
     """The name of a pool of two nodes that stays; once with Unix sockets, once with TLS."""
     name = f"kept-{os.getpid()}-{request.param}"  # `sky stacks` finds those of all processes

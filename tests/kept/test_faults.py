@@ -23,7 +23,7 @@ from skyward.compute.workbench.commands import NodeCommand
 from skyward.nodes import keeping
 from skyward.worker import detached
 
-from ..conftest import PATIENCE
+from ..conftest import PATIENCE, only_in_all
 
 Eventually = Callable[..., None]
 Script = Callable[[str], "subprocess.Popen[str]"]
@@ -106,6 +106,7 @@ def test_a_node_that_two_clients_have_lost_is_started_once(
         assert sorted(agents(home)) == sorted(node.pid for node in keeping.read(bench).nodes)
 
 
+@only_in_all
 def test_a_node_that_clients_on_two_machines_have_lost_is_started_once(
     bench: str,
     home: Path,
@@ -247,6 +248,7 @@ def test_a_pool_of_no_name_cannot_stay() -> None:
         sky.Compute(name="a/b", keep=True)
 
 
+@only_in_all
 def test_workers_of_a_group_stay_one_group(home: Path) -> None:
     torch = pytest.importorskip("torch")
 

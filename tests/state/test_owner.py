@@ -24,7 +24,7 @@ from skyward.wire.channel import Channel
 from skyward.wire.messages import Question
 from skyward.worker.services.state import StateServer
 
-from ..conftest import Eventually
+from ..conftest import Eventually, other_case
 
 
 class Recorded(Session):
@@ -316,7 +316,7 @@ def agent() -> int:
     return os.getppid()
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", pytest.param("tcp", marks=other_case)])
 def test_a_lost_owner_is_an_error_once_and_then_the_objects_are_new(
     eventually: Eventually, transport: Any, nothing_left: None
 ) -> None:

@@ -16,10 +16,10 @@ import pytest
 
 import skyward as sky
 
-from ..conftest import Eventually, Sharing
+from ..conftest import Eventually, Sharing, other_case
 
 
-@pytest.fixture(scope="module", params=["unix", "tcp", "threads"])
+@pytest.fixture(scope="module", params=["unix", pytest.param("tcp", marks=other_case), "threads"])
 def pool(request: pytest.FixtureRequest, sharing: Sharing) -> Iterator[sky.Compute]:
     """Two nodes on Unix sockets, over TLS, and with threads for their tasks."""
     executor: Any = "thread" if request.param == "threads" else "process"
