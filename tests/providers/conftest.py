@@ -182,7 +182,7 @@ def aws(
 
     from .aws_orders import left
 
-    async def make(self: AWSMachine, order: Order, watch: str, seconds: float = 0) -> None:
+    async def make(self: AWSMachine, order: Order, seconds: float = 0) -> None:
         order.tell("waiting for the machine to boot")
 
     monkeypatch.setattr(AWSMachine, "make", make)

@@ -22,7 +22,7 @@ from skyward.cli.main import sky as command
 from skyward.device import build
 from skyward.nodes.journal import Journal
 from skyward.providers import Request
-from skyward.providers.aws import keys, machine, purchases, user_data
+from skyward.providers.aws import launches, machine, site
 from skyward.testing import ProviderSuite, plain_request
 
 from ..conftest import only_in_all, wait_until
@@ -273,11 +273,11 @@ def ignoring_user_data(*_: str, **__: Any) -> str:
 def test_an_instance_that_takes_no_key_is_known_by_its_console(
     ec2: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(purchases, "user_data", ignoring_user_data)
+    monkeypatch.setattr(launches, "user_data", ignoring_user_data)
 
     async def then(outcome: Outcome) -> None:
         await says_its_name(outcome)
-        known = keys.keys_of(outcome.pool, None).known_hosts.read_text().splitlines()
+        known = site.Keys(outcome.pool).known_hosts.read_text().splitlines()
         assert len(known) == 2
         assert outcome.machines[0].address in known[1].split()[0].split(",")
         # As `sky down` does in another process.
@@ -291,8 +291,8 @@ def test_an_instance_that_takes_no_key_is_known_by_its_console(
 def test_an_instance_with_any_other_key_is_refused_and_ended(
     ec2: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(purchases, "user_data", ignoring_user_data)
-    monkeypatch.setattr(machine, "_host_keys", lambda answer: [keys._new_key()[1]])
+    monkeypatch.setattr(launches, "user_data", ignoring_user_data)
+    monkeypatch.setattr(machine, "_host_keys", lambda answer: [site._new_key()[1]])
 
     problem = attempt(provider()).problem
 
@@ -483,9 +483,9 @@ def test_an_instance_ends_itself_when_the_client_is_gone(
     ec2: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not while a command runs, unless its time to live is over."""
-    monkeypatch.setattr(user_data, "LEAST_IDLE_SECONDS", 1)
-    monkeypatch.setattr(user_data, "_WATCH", user_data._WATCH.replace("sleep 5", "sleep 1"))
-    in_full = user_data.user_data
+    monkeypatch.setattr(machine, "LEAST_IDLE_SECONDS", 1)
+    monkeypatch.setattr(machine, "_WATCH", machine._WATCH.replace("sleep 5", "sleep 1"))
+    in_full = machine.user_data
 
     def for_short_lives(*keys: str, **times: Any) -> str:
         """As for an AMI whose cloud-init runs nothing, unless there is a time to live."""
@@ -493,7 +493,7 @@ def test_an_instance_ends_itself_when_the_client_is_gone(
             in_full(*keys, **times) if times["ttl"] else without_commands(in_full(*keys, **times))
         )
 
-    monkeypatch.setattr(purchases, "user_data", for_short_lives)
+    monkeypatch.setattr(launches, "user_data", for_short_lives)
     idle = a_request(idle_timeout=6)
     short = a_request(idle_timeout=100, ttl=6)
 

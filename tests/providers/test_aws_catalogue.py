@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError, UnavailableError
 from skyward.market import Offer
 from skyward.providers import Request
+from skyward.providers.aws import AWS
 from skyward.providers.aws import catalogue as module
-from skyward.providers.aws.catalogue import Catalogue
-from skyward.providers.aws.remembered import place
+from skyward.providers.aws.catalogue import Catalogue, place
 from skyward.spec import Image
 
 from .aws_stand_ins import recorded
@@ -70,8 +71,14 @@ def a_request(accelerator: Accelerator | None = None, **changed: Any) -> Request
     return Request(accelerator, **{**given, **changed})
 
 
-def offers(access: RecordedAccess, request: Request, **arguments: Any) -> list[Offer]:
-    return Catalogue(access).offers(request, **arguments)  # type: ignore[arg-type]
+def catalogue(access: RecordedAccess, **arguments: Any) -> Catalogue:
+    return Catalogue(access, AWS(**arguments))  # type: ignore[arg-type]
+
+
+def offers(
+    access: RecordedAccess, request: Request, *, fresh: bool = False, **arguments: Any
+) -> list[Offer]:
+    return catalogue(access, **arguments).offers(request, fresh=fresh)
 
 
 def names(found: list[Offer]) -> list[str]:
@@ -80,7 +87,7 @@ def names(found: list[Offer]) -> list[str]:
 
 def why(access: RecordedAccess, request: Request, **arguments: Any) -> str:
     assert offers(access, request, **arguments) == []
-    return Catalogue(access).why_none(request, **arguments)  # type: ignore[arg-type]
+    return catalogue(access, **arguments).why_none(request)
 
 
 # What is chosen.
@@ -126,7 +133,7 @@ def test_an_architecture_is_chosen_by_name(access: RecordedAccess) -> None:
 def test_an_accelerator_is_of_the_model_the_memory_and_at_least_the_number(
     access: RecordedAccess, wanted: Accelerator, types: list[str], has: str
 ) -> None:
-    found = offers(access, a_request(wanted))
+    found = offers(access, a_request(wanted, max_hourly_cost=100))
     assert names(found) == types
     assert str(found[0].accelerator) == has
 
@@ -141,7 +148,8 @@ def test_a_named_type_is_the_only_one_even_if_nobody_would_choose_it(
 
 
 def test_spot_instances_are_offered_zone_by_zone_cheapest_first(access: RecordedAccess) -> None:
-    found = offers(access, a_request(accelerators.A10G(), allocation="spot"))
+    request = a_request(accelerators.A10G(), allocation="spot", max_hourly_cost=100)
+    found = offers(access, request)
     assert [(each.instance_type, each.zone, each.hourly_cost) for each in found[:2]] == [
         ("g5.xlarge", "us-east-1d", 0.32192),
         ("g5.xlarge", "us-east-1b", 0.34204),
@@ -166,16 +174,17 @@ def test_a_limit_leaves_out_what_costs_more(access: RecordedAccess) -> None:
 
 
 def test_a_type_says_what_a_launch_needs_to_know(access: RecordedAccess) -> None:
-    catalogue = Catalogue(access)  # type: ignore[arg-type]
-    kind = catalogue.type("p4d.24xlarge")
+    sold = catalogue(access)
+    kind = sold.type("p4d.24xlarge")
     assert (kind.efa_interfaces, kind.network_cards, kind.architectures) == (4, 4, ("x86_64",))
     assert kind.usages == ("on-demand", "spot", "capacity-block")
     assert "cluster" in kind.placement_strategies
-    assert catalogue.type("c7i.metal-24xl").bare_metal
-    assert catalogue.type("t3.medium").burstable
-    assert catalogue.type("c7i.xlarge").efa_interfaces == 0
-    assert catalogue.zones_of("p4de.24xlarge") == ("us-east-1c", "us-east-1d")
-    assert catalogue.zones_of("none.such") == ()
+    assert sold.type("c7i.metal-24xl").bare_metal
+    assert sold.type("t3.medium").burstable
+    assert sold.type("c7i.xlarge").efa_interfaces == 0
+    (offer,) = catalogue(access, instance_type="p4de.24xlarge").offers(a_request())
+    assert sold.zones_of(offer) == ["us-east-1c", "us-east-1d"]
+    assert sold.zones_of(replace(offer, instance_type="none.such")) == ()
 
 
 # What is said if there is nothing.
@@ -387,11 +396,12 @@ def test_the_second_listing_asks_nobody_and_imports_little(access: RecordedAcces
     code = """
 import sys
 from skyward.providers import Request
+from skyward.providers.aws import AWS
 from skyward.providers.aws.catalogue import Catalogue
 from skyward.spec import Image
 class Access:
     region, endpoint, profile = "us-east-1", "", None
-assert Catalogue(Access()).offers(Request(None, None, None, Image(), ()))
+assert Catalogue(Access(), AWS()).offers(Request(None, None, None, Image(), ()))
 print(*sorted({"boto3", "botocore", "torch", "numpy"} & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ import pytest
 import skyward as sky
 from skyward.nodes import keeping
 from skyward.providers import Order
-from skyward.providers.aws import keys, machine, network, stopping, user_data
+from skyward.providers.aws import instances, machine, site
 
 from ..conftest import only_in_all
 from . import kept_pools
@@ -169,7 +169,7 @@ def test_no_disk_is_lost_while_a_pool_is_stopped_and_started(aws: Gateway) -> No
 
 def test_an_instance_watches_itself_after_every_boot(tmp_path: Path) -> None:
     """Without a login: the client may be gone before the instance that it starts has booted."""
-    document = json.loads(user_data.user_data("a", "b", idle=300, ttl=None).partition("\n")[2])
+    document = json.loads(machine.user_data("a", "b", idle=300, ttl=None).partition("\n")[2])
     (script,) = document["write_files"]
     assert script["path"].startswith("/var/lib/cloud/scripts/per-boot/")
     assert script["permissions"] == "0755"
@@ -186,33 +186,30 @@ def test_an_instance_watches_itself_after_every_boot(tmp_path: Path) -> None:
 
 
 class StoppedAgain:
-    """Instances of which one does not start, though AWS agrees to start it."""
+    """An account with an instance that does not start, though AWS agrees to start it."""
 
-    def __init__(self) -> None:
-        self.account = self
-        self.looks = 0
-
-    def call(self, *_: str, **__: Any) -> None:
-        """AWS agrees."""
-
-    async def look(self, *, fresh: bool) -> dict[str, Any]:
-        self.looks += 1
-        assert self.looks < 1000, "nobody gives up"
-        return {"i-1": self.instance}
-
+    looks = 0
     instance: dict[str, Any] = {  # noqa: RUF012
         "InstanceId": "i-1",
         "State": {"Name": "stopped"},
         "StateReason": {"Code": "Client.InvalidKMSKey.InvalidState", "Message": "key is disabled"},
     }
 
+    def call(self, *_: str, **__: Any) -> None:
+        """AWS agrees."""
+
+    def pages(self, *_: str, **__: Any) -> list[dict[str, Any]]:
+        self.looks += 1
+        assert self.looks < 1000, "nobody gives up"
+        return [self.instance]
+
 
 def test_an_instance_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "PAUSES", (0.0, 0.0))
-    monkeypatch.setattr(stopping, "START_SECONDS", 0.0, raising=False)
-    instances: Any = StoppedAgain()
+    monkeypatch.setattr(instances, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(instances, "START_SECONDS", 0.0)
+    account: Any = StoppedAgain()
     with pytest.raises(sky.UnavailableError, match=r"i-1 is still stopped .*: key is disabled"):
-        asyncio.run(stopping.start(instances, StoppedAgain.instance))
+        asyncio.run(instances.Instances(account, "p1").start(StoppedAgain.instance))
 
 
 async def nobody_answers(_: str) -> bool:
@@ -228,7 +225,7 @@ def test_a_client_with_another_address_is_let_in(
         seller = sky.AWS()
         await seller.create(Order("p1", 0, a_request(keep=True)))
         try:
-            monkeypatch.setattr(network, "client_networks", lambda *_: ["203.0.113.7/32"])
+            monkeypatch.setattr(site, "client_networks", lambda *_: ["203.0.113.7/32"])
             monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.1)
             monkeypatch.setattr(machine, "PROBE_SECONDS", 0.1)
             monkeypatch.setattr(machine, "_answers", nobody_answers)
@@ -248,8 +245,8 @@ def test_a_client_with_another_address_is_let_in(
 def test_another_machine_gets_the_keys_to_the_instances(
     aws: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys.make_keys("p1", None)
-    here = keys.keys_of("p1", None)
+    site.Keys("p1").make()
+    here = site.Keys("p1")
     record = keeping.KeptPool(
         *("p1", "cloud", "aws", dict(sky.AWS().describe()), 0.0, 0.0, None, None, None, None, ""),
         nodes=[],
@@ -259,7 +256,7 @@ def test_another_machine_gets_the_keys_to_the_instances(
     kept_pools.says("attach", "cloud", "--export", file)
     monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "elsewhere"))
     kept_pools.says("attach", "--import", file)
-    there = keys.keys_of("p1", None)
+    there = site.Keys("p1")
     assert there.folder != here.folder
     assert Path(there.private).read_text() == Path(here.private).read_text()
     assert Path(there.private).stat().st_mode & 0o077 == 0
@@ -268,6 +265,6 @@ def test_another_machine_gets_the_keys_to_the_instances(
         here.known_hosts.read_text(),
     )
     assert keeping.read("cloud") == record
-    keys.forget_keys("p1")
+    site.Keys("p1").forget()
     said = kept_pools.says("attach", "cloud", "--export", file, code=1)
     assert "export its record on the machine that made it" in said

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 import skyward as sky
 from skyward import accelerators
 from skyward.providers import Order
-from skyward.providers.aws import failures, images, sweeping, tags
-from skyward.providers.aws.account import shared_account
-from skyward.providers.aws.images import MachineImage
-from skyward.providers.aws.keys import forget_keys, keys_of
+from skyward.providers.aws import catalogue, site, tags
+from skyward.providers.aws.account import RequestError, shared_account
+from skyward.providers.aws.catalogue import MachineImage
+from skyward.providers.aws.launches import quota_of
 from skyward.providers.aws.session import main as session_main
+from skyward.providers.aws.site import Keys
 
 from .aws_gateway import Gateway
 from .aws_orders import a_request, attempt, making
@@ -29,7 +30,7 @@ from .aws_stand_ins import reservation
 def test_a_tag_of_others_never_names_a_folder(name: str) -> None:
     assert not tags.is_pool(name)
     with pytest.raises(ValueError, match="no pool can be called"):
-        forget_keys(name)
+        Keys(name)
 
 
 def test_what_others_have_tagged_with_no_pools_name_is_not_ours(aws: Gateway) -> None:
@@ -41,7 +42,7 @@ def test_what_others_have_tagged_with_no_pools_name_is_not_ours(aws: Gateway) ->
         KeyName="hostile",
         TagSpecifications=[{"ResourceType": "key-pair", "Tags": tagged}],
     )
-    assert sweeping.remains(account) == []
+    assert site.remains(account) == []
     account.call("ec2", "delete_key_pair", KeyName="hostile")
 
 
@@ -71,14 +72,9 @@ def test_a_quota_for_part_of_the_nodes_gives_that_part(aws: Gateway) -> None:
 
 
 def test_a_quota_that_a_large_type_exceeds_does_not_rule_out_a_small_one() -> None:
-    assert (
-        failures.quota_of("p5.48xlarge", spot=True)[1]
-        != failures.quota_of("p4d.24xlarge", spot=True)[1]
-    )
-    assert failures.quota_of("gr6.4xlarge", spot=False) == failures.quota_of(
-        "g6.xlarge", spot=False
-    )
-    assert failures.quota_of("x2idn.16xlarge", spot=False)[0] == "Running On-Demand X instances"
+    assert quota_of("p5.48xlarge", spot=True)[1] != quota_of("p4d.24xlarge", spot=True)[1]
+    assert quota_of("gr6.4xlarge", spot=False) == quota_of("g6.xlarge", spot=False)
+    assert quota_of("x2idn.16xlarge", spot=False)[0] == "Running On-Demand X instances"
 
 
 def test_much_dearer_machines_are_not_bought_without_a_limit(aws: Gateway) -> None:
@@ -127,7 +123,7 @@ def test_an_instance_that_ends_for_want_of_capacity_is_bought_elsewhere(
     async def first_ends(self: Instances, instance: str) -> Any:
         if not ended:
             ended.append(instance)
-            raise failures.RequestError("it ended", "Server.InsufficientInstanceCapacity")
+            raise RequestError("it ended", "Server.InsufficientInstanceCapacity")
         return await running(self, instance)
 
     monkeypatch.setattr(Instances, "running", first_ends)
@@ -141,7 +137,7 @@ def test_every_volume_of_an_ami_is_encrypted_and_ends_with_the_instance(
     aws: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = MachineImage("ami-1e749f67", "mine", "x86_64", "/dev/sda1", 8, ("/dev/sdf",))
-    monkeypatch.setattr(images, "given_image", lambda account, ami: image)
+    monkeypatch.setattr(catalogue, "given_image", lambda account, ami: image)
     attempt(sky.AWS(ami="ami-1e749f67", user="me"))
     (call,) = aws.made("RunInstances")
     shown = str(call.parameters)
@@ -181,6 +177,4 @@ def test_nothing_is_made_for_a_request_that_nothing_fulfils(aws: Gateway) -> Non
     message = attempt(sky.AWS(), a_request(accelerators.A100(16))).problem
     assert "A100" in message
     assert making(aws) == []
-    assert not keys_of("t", None).folder.parent.exists() or not list(
-        keys_of("t", None).folder.parent.iterdir()
-    )
+    assert not Keys("t").folder.parent.exists() or not list(Keys("t").folder.parent.iterdir())

@@ -11,8 +11,7 @@ import pytest
 import skyward as sky
 from skyward import accelerators
 from skyward.nodes.journal import Journal
-from skyward.providers.aws import failures
-from skyward.providers.aws.account import Account
+from skyward.providers.aws.account import Account, RequestError
 
 from .aws_gateway import Gateway
 from .aws_orders import Outcome, a_request, attempt, making
@@ -181,6 +180,7 @@ def test_a_purchase_whose_answer_is_lost_is_not_made_twice(
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     aws.lose("RunInstances")
     aws.fail("RunInstances", "InternalError", status=500, times=1)
+    new = aws.fail("AuthorizeSecurityGroupIngress", "InvalidGroup.NotFound", times=2)
 
     async def then(outcome: Outcome) -> None:
         assert len(aws.account.instances()) == 2
@@ -188,6 +188,7 @@ def test_a_purchase_whose_answer_is_lost_is_not_made_twice(
     attempt(sky.AWS(), nodes=2, then=then)
     assert len({call.parameters["ClientToken"] for call in aws.made("RunInstances")}) == 1
     assert len(aws.made("RunInstances")) == 3
+    assert new.hits == 2, "AWS may not know a new group everywhere"
 
 
 # What is named and is not there.
@@ -354,6 +355,6 @@ def test_a_spot_price_that_has_risen_above_the_limit_is_passed_over(aws: Gateway
 
 
 def test_every_error_survives_a_pickle() -> None:
-    problem = failures.RequestError("AWS: no", "Code")
+    problem = RequestError("AWS: no", "Code")
     again = pickle.loads(pickle.dumps(problem))
     assert (str(again), again.code) == ("AWS: no", "Code")

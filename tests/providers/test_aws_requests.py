@@ -22,7 +22,7 @@ import skyward as sky
 from skyward import accelerators
 from skyward.providers import Order
 from skyward.providers import aws as aws_module
-from skyward.providers.aws import interruption, stopping
+from skyward.providers.aws import interruption
 from skyward.providers.aws.account import Account
 from skyward.providers.together import GATHER_SECONDS
 
@@ -471,7 +471,7 @@ def test_the_policy_in_the_documentation_is_enough(
         assert await sky.AWS().stop(outcome.pool) is not None
         stopped = (await machine._instances.look(fresh=True))[machine.id]
         assert stopped["State"]["Name"] == "stopped"
-        await stopping.start(machine._instances, stopped)
+        await machine._instances.start(stopped)
 
     assert sky.AWS().offers(a_request(accelerators.L4(), allocation="spot-if-available"))
     assert attempt(sky.AWS(), nodes=2, then=then).problems == []
@@ -559,7 +559,7 @@ def test_nodes_that_are_ordered_together_are_one_launch_however_late_an_order_is
     async def scenario() -> None:
         provider, together = sky.AWS(), frozenset({0, 1})
         orders = [Order("t-late", node, a_request(), together=together) for node in (0, 1)]
-        launches = (await provider._pool("t-late")).launches
+        launches = await provider._pool("t-late")
         first = asyncio.create_task(launches.get(orders[0]))
         await asyncio.sleep(6 * GATHER_SECONDS)
         await asyncio.gather(first, launches.get(orders[1]))

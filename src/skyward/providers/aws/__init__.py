@@ -4,40 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import ipaddress
 import os
-import re
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError, UnavailableError
 from skyward.market import Offer
 from skyward.providers import Allocation, Capabilities, Order, Remains, Request
-from skyward.providers.aws.failures import NO_CREDENTIALS, RequestError
+from skyward.providers.aws.account import CAPACITY, NO_CREDENTIALS, RequestError
+from skyward.providers.aws.settings import Settings
 
 if TYPE_CHECKING:
     from skyward.providers.aws.account import Account
-    from skyward.providers.aws.instances import Instance, Instances
+    from skyward.providers.aws.catalogue import Catalogue
     from skyward.providers.aws.launches import Launches
     from skyward.providers.aws.machine import AWSMachine
-    from skyward.providers.aws.site import Settings
 
 __all__ = ["AWS"]
 
 AMI = "SKYWARD_AWS_AMI"
 PYTHON = "SKYWARD_AWS_PYTHON"
-_REGION = re.compile(r"[a-z]{2,4}(?:-[a-z]+)+-\d+")
 _STARTS = 3
 """How many offers to try whose instances end before they run."""
-_IDS = {"subnet": "subnet-", "ami": "ami-", "reservation": "cr-"}
 
 
 @dataclass(frozen=True)
-class AWS:
+class AWS(Settings):
     """Nodes as EC2 instances of your own account.
 
     The region, the profile and the credentials are those of the `aws` command, if left out. `key`
@@ -51,33 +47,6 @@ class AWS:
     >>> with sky.Compute(sky.AWS(), accelerator=sky.accelerators.L4(), nodes=2) as compute: ...
     """
 
-    region: str | None = None
-    profile: str | None = None
-    subnet: str | None = None
-    ami: str | None = None
-    key: str | None = None
-    reservation: str | None = None
-    placement_group: str | None = None
-    efa: bool | None = None
-    public_ip: bool | None = None
-    access: Literal["ssh", "ssm"] = "ssh"
-    _: KW_ONLY
-    instance_type: str | None = None
-    """A type to buy, such as 'g6.xlarge'; if left out, the cheapest that has what is asked for."""
-    architecture: Literal["x86_64", "arm64"] | None = None
-    instance_profile: str | None = None
-    """The name of an instance profile, whose role the instances have; access="ssm" needs one,
-    unless the account manages all its instances."""
-    admit: Sequence[str] = ()
-    """Networks that may connect to the instances, such as '203.0.113.0/24'; if left out, this
-    machine alone."""
-    user: str | None = None
-    """The user to log in as; if left out, the one that the AMI's name suggests."""
-    python: str | None = None
-    """An interpreter of the AMI that has skyward and all that is needed."""
-    account: str | None = None
-    """The number of the account that must be used; requests with credentials of another one are
-    refused."""
     name: str = field(default="aws", init=False, repr=False)
     capabilities = Capabilities(
         sells=True,
@@ -88,41 +57,6 @@ class AWS:
         holds_keys=True,
         mounts_folders=False,
     )
-
-    def __post_init__(self) -> None:
-        for what in (
-            *("region", "profile", "subnet", "ami", "key", "reservation", "placement_group"),
-            *("instance_type", "instance_profile", "user", "python", "account"),
-        ):
-            value = getattr(self, what)
-            if value is not None:
-                checks.text(self, what, value)
-            if value is not None and not value.startswith(_IDS.get(what, "")):
-                raise checks.refused(
-                    self, {what: value}, f"not an id of AWS; write one like '{_IDS[what]}0abc'"
-                )
-        if self.region is not None and not _REGION.fullmatch(self.region):
-            raise checks.refused(
-                self, {"region": self.region}, "not a region; write one such as 'us-east-1'"
-            )
-        for what in ("efa", "public_ip"):
-            if getattr(self, what) is not None:
-                checks.flag(self, what, getattr(self, what))
-        if self.access not in ("ssh", "ssm"):
-            raise checks.refused(self, {"access": self.access}, "choose 'ssh' or 'ssm'")
-        if self.architecture not in (None, "x86_64", "arm64"):
-            raise checks.refused(
-                self, {"architecture": self.architecture}, "choose 'x86_64' or 'arm64'"
-            )
-        admit = checks.texts(self, "admit", self.admit)
-        for network in admit:
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as problem:
-                raise checks.refused(
-                    self, {"admit": [network]}, f"{problem}; write one such as '203.0.113.0/24'"
-                ) from None
-        checks.store(self, admit=admit)
 
     def __repr__(self) -> str:
         return checks.shown(self)
@@ -139,15 +73,11 @@ class AWS:
 
     def offers(self, request: Request) -> list[Offer]:
         """The types that have what is asked for, cheapest first; kept for the next time."""
-        from skyward.providers.aws.assortment import Assortment
-
-        return Assortment(self._account(), self._settings()).offers(request)
+        return self._catalogue().offers(request)
 
     def why_none(self, request: Request) -> str:
         """Why there are no offers for a request, in a sentence."""
-        from skyward.providers.aws.assortment import Assortment
-
-        return Assortment(self._account(), self._settings()).why_none(request)
+        return self._catalogue().why_none(request)
 
     async def ping(self) -> str:
         """Ask whose credentials these are, which needs no permission."""
@@ -155,7 +85,7 @@ class AWS:
         def ask() -> str:
             account = self._account()
             try:
-                told = account.call("sts", "get_caller_identity", attempts=1)
+                told = account.call("sts", "get_caller_identity", attempts=2)
             except RequestError as problem:
                 if problem.code in NO_CREDENTIALS:
                     raise ConfigurationError(str(problem)) from problem
@@ -218,11 +148,18 @@ class AWS:
         profile = f" with the profile {self.profile}" if self.profile else ""
         return f"aws in {self._account().region}{profile}"
 
-    def _settings(self) -> Settings:
-        from skyward.providers.aws.site import Settings
+    def _catalogue(self) -> Catalogue:
+        from skyward.providers.aws.catalogue import Catalogue
 
-        asked = {each.name: getattr(self, each.name) for each in fields(Settings)}
-        return Settings(**asked | {"ami": self.ami or os.environ.get(AMI) or None})
+        return Catalogue(self._account(), self._told())
+
+    def _told(self) -> AWS:
+        """The same with what the environment says, where the user does not."""
+        return replace(
+            self,
+            ami=self.ami or os.environ.get(AMI) or None,
+            python=self.python or os.environ.get(PYTHON) or None,
+        )
 
     def _account(self) -> Account:
         from skyward.providers.aws.account import shared_account
@@ -247,31 +184,23 @@ class AWS:
 
     async def create(self, order: Order) -> AWSMachine:
         """Buy an instance, and wait until it has booted."""
-        from skyward.providers.aws.failures import CAPACITY, RequestError
         from skyward.providers.aws.machine import AWSMachine
-        from skyward.providers.aws.user_data import watch
 
         known = await self._pool(order.pool)
         if order.request.keep and (former := await self._former(known, order)) is not None:
             return former
         for start in range(1, _STARTS + 1):
-            bought = await known.launches.get(order)
+            bought = await known.get(order)
             machine: AWSMachine | None = None
             try:
                 order.bought(bought.id, bought.offer)
                 order.tell("waiting for the machine to start")
                 instance = await known.instances.running(bought.id)
                 machine = AWSMachine(
-                    known.instances,
-                    instance,
-                    order.node,
-                    bought.keys,
-                    through=self.access,
-                    python=self._python,
-                    offer=bought.offer,
+                    *(known.instances, known.settings, instance, order.node, bought.offer),
+                    is_new=True,
                 )
-                request = order.request
-                await machine.make(order, watch(idle=request.idle_timeout, ttl=request.ttl))
+                await machine.make(order)
                 return machine
             except BaseException as problem:
                 ending = machine.destroy() if machine else known.instances.terminate(bought.id)
@@ -280,37 +209,30 @@ class AWS:
                 if code not in CAPACITY or start == _STARTS:
                     raise
                 # It was sold, and then there was none.
-                known.launches.exclude(bought)
+                known.exclude(bought)
         raise AssertionError
 
-    async def _former(self, known: _PoolOnAWS, order: Order) -> AWSMachine | None:
+    async def _former(self, known: Launches, order: Order) -> AWSMachine | None:
         """The machine that a node of a pool that stays has, if it can be used again.
 
         One that is stopped is started; one that runs and does not answer is ended.
         """
-        from skyward.providers.aws import stopping
-        from skyward.providers.aws.instances import state_of
-        from skyward.providers.aws.machine import ANSWER_SECONDS, BOOT_SECONDS
-        from skyward.providers.aws.user_data import watch
+        from skyward.providers.aws.instances import STOPPED, state_of
+        from skyward.providers.aws.machine import ANSWER_SECONDS, BOOT_SECONDS, AWSMachine
 
-        instance = await stopping.former(known.instances, order.node)
+        instance = await known.instances.former(order.node)
         if instance is None:
             return None
-        is_stopped = state_of(instance) in stopping.STOPPED
+        is_stopped = state_of(instance) in STOPPED
         if is_stopped:
             order.tell("starting the machine again")
-            instance = await stopping.start(known.instances, instance)
-        offer = await asyncio.to_thread(known.launches.offer_of, instance, order.request)
-        machine = self._found(known.instances, instance, offer)
+            instance = await known.instances.start(instance)
+        offer = await asyncio.to_thread(known.offer_of, instance, order.request)
+        machine = AWSMachine(known.instances, known.settings, instance, order.node, offer)
         machine.is_former = True
         order.bought(machine.id, offer)
-        request = order.request
         try:
-            await machine.make(
-                order,
-                watch(idle=request.idle_timeout, ttl=request.ttl),
-                BOOT_SECONDS if is_stopped else ANSWER_SECONDS,
-            )
+            await machine.make(order, BOOT_SECONDS if is_stopped else ANSWER_SECONDS)
         except PoolStartError:
             if is_stopped:
                 raise
@@ -320,82 +242,54 @@ class AWS:
 
     async def find(self, pool: str) -> list[AWSMachine]:
         """The instances with the pool's tag that have not ended."""
-        from skyward.providers.aws.instances import ENDED, state_of
+        from skyward.providers.aws.instances import ENDED, node_of, state_of
+        from skyward.providers.aws.machine import AWSMachine
 
         known = await self._pool(pool)
-        found = await known.instances.all()
         return [
-            self._found(known.instances, each)
-            for each in found.values()
+            AWSMachine(known.instances, known.settings, each, node_of(each) or 0)
+            for each in (await known.instances.all()).values()
             if state_of(each) not in ENDED
         ]
 
-    def _found(
-        self, instances: Instances, instance: Instance, offer: Offer | None = None
-    ) -> AWSMachine:
-        from skyward.providers.aws.instances import node_of
-        from skyward.providers.aws.keys import keys_of
-        from skyward.providers.aws.machine import AWSMachine
-        from skyward.providers.aws.network import admit_again
-
-        return AWSMachine(
-            instances,
-            instance,
-            node_of(instance) or 0,
-            keys_of(instances.pool, self.key),
-            through=self.access,
-            python=self._python,
-            offer=offer,
-            admit=lambda: admit_again(
-                instances.account, instances.pool, str(instance["SubnetId"]), self.admit
-            ),
-        )
-
     async def check_stop(self, pool: str) -> None:
         """Refuse a pool that has spot instances: AWS does not stop them."""
-        from skyward.providers.aws import stopping
-
-        stopping.check((await (await self._pool(pool)).instances.all()).values())
+        await (await self._pool(pool)).instances.check_stop()
 
     async def spare(self, pool: str, spared: bool) -> None:
         """Have the pool's instances keep their disks if they shut themselves down, or lose them."""
-        from skyward.providers.aws import stopping
-
-        await stopping.spare((await self._pool(pool)).instances, spared)
+        await (await self._pool(pool)).instances.on_shutdown("stop" if spared else "terminate")
 
     async def stop(self, pool: str) -> float | None:
         """Stop the pool's instances; their disks stay, and cost."""
-        from skyward.providers.aws import stopping
-
         instances = (await self._pool(pool)).instances
-        await stopping.stop(instances)
+        await instances.stop()
         try:
-            return await asyncio.to_thread(stopping.disks_price, instances.account, pool)
+            return await instances.disks_price()
         except Exception:
             # The instances are stopped all the same, and must be recorded so.
             return None
 
     def export_keys(self, pool: str) -> dict[str, str]:
         """The keys that log in to the pool's instances; a key of the user's own is not in them."""
-        from skyward.providers.aws import keys
+        from skyward.providers.aws.site import Keys
 
-        return keys.exported(keys.keys_of(pool, self.key))
+        return Keys(pool, self.key).read()
 
     def import_keys(self, pool: str, texts: Mapping[str, str]) -> None:
-        """Write the pool's keys down, where `keys_of` finds them."""
-        from skyward.providers.aws import keys
+        """Write the pool's keys down, where `create` and `find` look for them."""
+        from skyward.providers.aws.site import Keys
 
-        keys.imported(keys.keys_of(pool, self.key), texts)
+        Keys(pool, self.key).write(texts)
 
     async def sweep(self, pool: str) -> None:
         """Remove the pool's security group, key pair, placement group and keys."""
-        from skyward.providers.aws.keys import keys_of
-        from skyward.providers.aws.site import STRATEGIES
-        from skyward.providers.aws.sweeping import sweep
+        from skyward.providers.aws.catalogue import STRATEGIES
+        from skyward.providers.aws.site import Keys, sweep
 
         known = _pools.get(asyncio.get_running_loop(), {}).pop((self, pool), None)
         # The keys are made first. Without credentials, nobody could ask AWS what there is.
-        if known is not None and known.launches.asked and not keys_of(pool, None).folder.exists():
+        if known is not None and known.asked and not Keys(pool).folder.exists():
             return
 
         grouped = self.placement_group in STRATEGIES
@@ -405,7 +299,7 @@ class AWS:
     async def remains(self) -> Sequence[Remains]:
         """Everything in the region that has the tag of a pool."""
         from skyward.providers.aws.account import is_used
-        from skyward.providers.aws.sweeping import remains
+        from skyward.providers.aws.site import remains
 
         try:
             return await asyncio.to_thread(lambda: remains(self._account()))
@@ -415,11 +309,7 @@ class AWS:
                 raise UnavailableError(str(problem)) from problem
             raise
 
-    @property
-    def _python(self) -> str | None:
-        return self.python or os.environ.get(PYTHON) or None
-
-    async def _pool(self, pool: str) -> _PoolOnAWS:
+    async def _pool(self, pool: str) -> Launches:
         """What this process knows of a pool; made once on each event loop."""
         from skyward.providers.aws.instances import Instances
         from skyward.providers.aws.launches import Launches
@@ -429,19 +319,10 @@ class AWS:
         if key not in here:
             account = await asyncio.to_thread(self._own_account)
             if key not in here:
-                instances = Instances(account, pool)
-                here[key] = _PoolOnAWS(instances, Launches(instances, self._settings()))
+                here[key] = Launches(Instances(account, pool), self._told())
         return here[key]
 
 
-@dataclass(frozen=True, slots=True)
-class _PoolOnAWS:
-    """A pool on AWS: its instances, and how more are bought."""
-
-    instances: Instances
-    launches: Launches
-
-
-_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[AWS, str], _PoolOnAWS]] = (
+_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[AWS, str], Launches]] = (
     weakref.WeakKeyDictionary()
 )

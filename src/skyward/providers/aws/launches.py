@@ -4,29 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from skyward.errors import SkywardError, UnavailableError
 from skyward.market import Offer, money
 from skyward.providers import Order, Request
-from skyward.providers.aws import failures, network
-from skyward.providers.aws.assortment import DEARER, Assortment
-from skyward.providers.aws.failures import RequestError
-from skyward.providers.aws.instances import Instance, Instances
-from skyward.providers.aws.network import Subnet
-from skyward.providers.aws.purchases import Bought, Purchase
-from skyward.providers.aws.site import Settings, Site, make_site
+from skyward.providers.aws import site, tags
+from skyward.providers.aws.account import CAPACITY, PRICE, QUOTA, RequestError
+from skyward.providers.aws.catalogue import DEARER, Catalogue, is_block
+from skyward.providers.aws.instances import Instance, Instances, is_spot
+from skyward.providers.aws.machine import user_data
+from skyward.providers.aws.settings import Settings
+from skyward.providers.aws.site import Site, Subnet
 from skyward.providers.together import GATHER_SECONDS, gather
+
+USUAL_DISK_GB = 50
+GPU_DISK_GB = 120
+"""The drivers and tools of the usual AMI alone take 60 GB."""
+_STANDARD = "Standard (A, C, D, H, I, M, R, T, Z)"
+_QUOTAS = (
+    (re.compile(r"p[5-9]"), "P", "L-417A185B", "P5", "L-C4BD4855"),
+    (re.compile(r"p\d"), "P", "L-417A185B", "P4, P3 and P2", "L-7212CCBC"),
+    (re.compile(r"(?:gr?|vt)\d"), "G and VT", "L-DB2E81BA", "G and VT", "L-3819A6DF"),
+    (re.compile(r"trn\d"), "Trn", "L-2C3B7624", "Trn", "L-6B0D517C"),
+    (re.compile(r"inf\d"), "Inf", "L-1945791B", "Inf", "L-B5D1601B"),
+    (re.compile(r"dl\d"), "DL", "L-6E869C2A", "DL", "L-85EED4F7"),
+    (re.compile(r"hpc\d"), "HPC", "L-F7808C92", "HPC", "L-F7808C92"),
+    (re.compile(r"x\d"), "X", "L-7295265B", "X", "L-E3A00192"),
+    (re.compile(r"f\d"), "F", "L-74FC7D96", "F", "L-88CF9481"),
+    (re.compile(r"u\d?-"), "High Memory", "L-43DA4232", "High Memory", "L-43DA4232"),
+    (re.compile(""), _STANDARD, "L-1216C47A", _STANDARD, "L-34B43A08"),
+)
+"""Which types share a quota: its name and code on demand, and for spot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bought:
+    """An instance, and the offer that it was bought by."""
+
+    id: str
+    offer: Offer
 
 
 class Launches:
     """Buys the instances of one pool, on one event loop."""
 
     def __init__(self, instances: Instances, settings: Settings) -> None:
-        self._instances, self._settings = instances, settings
+        self.instances, self.settings = instances, settings
         self._account = instances.account
-        self._assortment = Assortment(instances.account, settings)
+        self._catalogue = Catalogue(instances.account, settings)
         self._orders: list[tuple[Order, asyncio.Future[Bought]]] = []
         self._work: asyncio.Task[None] | None = None
         self._site: Site | None = None
@@ -62,7 +92,7 @@ class Launches:
             self._given_up.add(order.node)
             await asyncio.wait({bought})
             if bought.exception() is None:
-                await self._instances.terminate(bought.result().id)
+                await self.instances.terminate(bought.result().id)
             raise
 
     def exclude(self, bought: Bought) -> None:
@@ -72,10 +102,10 @@ class Launches:
 
     def offer_of(self, instance: Instance, request: Request) -> Offer | None:
         """The offer by which an instance of the pool would be bought now; None if there is none."""
-        allocation = "spot" if instance.get("InstanceLifecycle") == "spot" else "on-demand"
+        allocation = "spot" if is_spot(instance) else "on-demand"
         bought = instance["InstanceType"], allocation
         with contextlib.suppress(SkywardError):
-            for offer in self._assortment.offers(request):
+            for offer in self._catalogue.offers(request):
                 if (offer.instance_type, offer.allocation) == bought:
                     return replace(offer, zone=instance["Placement"]["AvailabilityZone"])
         return None
@@ -120,44 +150,44 @@ class Launches:
         request = orders[0].request
         for order in orders:
             order.tell("choosing a machine")
-        offers = self._assortment.offers(request, fresh=request.allocation != "on-demand")
+        offers = self._catalogue.offers(request, fresh=request.allocation != "on-demand")
         if not offers:
-            raise UnavailableError(f"AWS: {self._assortment.why_none(request)}")
-        site = self._site
-        if site is None:
-            site = self._site = make_site(
+            raise UnavailableError(f"AWS: {self._catalogue.why_none(request)}")
+        here = self._site
+        if here is None:
+            here = self._site = site.make_site(
                 self._account,
-                self._settings,
+                self.settings,
                 orders[0],
-                lambda: self._assortment.image(offers[0]),
+                lambda: self._catalogue.image(offers[0]),
             )
-        elif self._settings.access == "ssh":
+        elif self.settings.access == "ssh":
             # The client may be in another network by now.
-            network.admit(self._account, site.subnets[0], site.group, self._settings.admit)
+            site.admit(self._account, here.subnets[0], here.group, self.settings.admit)
         for order in orders:
             order.tell("asking AWS for the machine")
         reasons: list[str] = []
         refused: dict[str, float] = {}
         # First all in one place: nodes that are far apart are slow together.
         for least in (len(orders), 1) if len(orders) > 1 else (1,):
-            for offer, subnet in self._places(offers, site):
+            for offer, subnet in self._places(offers, here):
                 left = [each for each in orders if each.node not in bought.keys() | self._given_up]
                 if not left:
                     return None
                 spot = offer.allocation == "spot"
-                quota, code = failures.quota_of(offer.instance_type, spot=spot)
+                quota, code = quota_of(offer.instance_type, spot=spot)
                 need = offer.vcpus * min(least, len(left))
                 if need >= refused.get(code, need + 1):
                     continue
                 try:
-                    made = self._buy(self._purchase(offer, subnet, site), left, least)
+                    made = self._buy(offer, subnet, here, left, least)
                 except RequestError as problem:
                     where = f"{offer.instance_type} in {subnet.zone}"
-                    if problem.code in failures.QUOTA:
+                    if problem.code in QUOTA:
                         refused[code] = need
                         reasons.append(f"{where}: {self._over_quota(quota, code)}")
-                    elif problem.code in failures.CAPACITY | failures.PRICE:
-                        reasons.append(failures.passed_over(problem, where))
+                    elif problem.code in CAPACITY | PRICE:
+                        reasons.append(_passed_over(problem, where))
                     else:
                         return problem
                     orders[0].tell(f"passed over {reasons[-1]}")
@@ -165,37 +195,116 @@ class Launches:
                 self._zone = subnet.zone
                 bought |= made
                 for each in made.values():
-                    self._instances.expect(each.id)
+                    self.instances.expect(each.id)
                 self._tell(orders, offer, subnet, offers, reasons)
             if all(order.node in bought for order in orders):
                 return None
         return self._none_left(request, reasons)
 
-    def _places(self, offers: Sequence[Offer], site: Site) -> Iterator[tuple[Offer, Subnet]]:
+    def _places(self, offers: Sequence[Offer], here: Site) -> Iterator[tuple[Offer, Subnet]]:
         """Every offer in every zone that has it, in the order in which they are tried."""
-        near_first = sorted(site.subnets, key=lambda subnet: subnet.zone != self._zone)
+        near_first = sorted(here.subnets, key=lambda subnet: subnet.zone != self._zone)
         for offer in offers:
-            zones = self._assortment.zones_of(offer)
+            zones = self._catalogue.zones_of(offer)
             for subnet in near_first:
                 what = offer.instance_type, subnet.zone, offer.allocation
                 if subnet.zone in zones and what not in self._failed:
                     yield offer, subnet
 
-    def _buy(self, purchase: Purchase, orders: Sequence[Order], least: int) -> dict[int, Bought]:
+    def _buy(
+        self, offer: Offer, subnet: Subnet, here: Site, orders: Sequence[Order], least: int
+    ) -> dict[int, Bought]:
         """Buy instances for the orders; for fewer of them if a quota does not allow for all."""
         count = len(orders)
         while True:
             try:
-                return purchase.make(self._account, orders[:count], min(least, count))
+                return self._purchase(offer, subnet, here, orders[:count], min(least, count))
             except RequestError as problem:
-                if problem.code not in failures.QUOTA or count <= least:
+                if problem.code not in QUOTA or count <= least:
                     raise
             count //= 2
 
-    def _purchase(self, offer: Offer, subnet: Subnet, site: Site) -> Purchase:
-        kind, image = self._assortment.kind(offer.instance_type), self._assortment.image(offer)
-        reservation = self._assortment.reservation
-        return Purchase(self._settings, site, offer, kind, subnet, image, reservation)
+    def _purchase(
+        self, offer: Offer, subnet: Subnet, here: Site, orders: Sequence[Order], least: int
+    ) -> dict[int, Bought]:
+        """Buy instances for as many of the orders as there are, but no fewer than `least`."""
+        first, image = orders[0], self._catalogue.image(offer)
+        request = first.request
+        named = {
+            tags.NODES: tags.listed([order.node for order in orders]),
+            tags.USER: self.settings.user or image.user,
+        }
+        kinds = ["instance", "volume", "network-interface"]
+        usual_gb = USUAL_DISK_GB if offer.accelerator is None else GPU_DISK_GB
+        ebs = {"Encrypted": True, "DeleteOnTermination": True}
+        root = {"VolumeSize": max(int(request.disk_gb or usual_gb), image.disk_gb)}
+        arguments: dict[str, Any] = {
+            "ImageId": image.id,
+            "InstanceType": offer.instance_type,
+            "KeyName": tags.resource_name(first.pool),
+            "UserData": user_data(*here.keys.host_key, idle=request.idle_timeout, ttl=request.ttl),
+            # So that an instance that shuts itself down is gone, with its volume.
+            "InstanceInitiatedShutdownBehavior": "terminate",
+            "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
+            "BlockDeviceMappings": [
+                *({"DeviceName": device, "Ebs": ebs} for device in image.more_devices),
+                {"DeviceName": image.root_device, "Ebs": {**root, "VolumeType": "gp3", **ebs}},
+            ],
+            "NetworkInterfaces": self._interfaces(offer, subnet, here, request),
+        }
+        if self.settings.instance_profile:
+            arguments["IamInstanceProfile"] = {"Name": self.settings.instance_profile}
+        if here.placement_group:
+            arguments["Placement"] = {"GroupName": here.placement_group}
+        if offer.allocation == "spot":
+            kinds.append("spot-instances-request")
+            spot: dict[str, Any] = {
+                "SpotInstanceType": "one-time",
+                "InstanceInterruptionBehavior": "terminate",
+            }
+            if request.max_hourly_cost is not None:
+                spot["MaxPrice"] = f"{request.max_hourly_cost:g}"
+            arguments["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": spot}
+        if (held := self._catalogue.reservation) is not None:
+            target = {"CapacityReservationId": held["CapacityReservationId"]}
+            arguments["CapacityReservationSpecification"] = {"CapacityReservationTarget": target}
+            if is_block(held):
+                arguments["InstanceMarketOptions"] = {"MarketType": "capacity-block"}
+        answer = self._account.call(
+            "ec2",
+            "run_instances",
+            # Once: for want of capacity AWS answers as if it had failed, again and again.
+            attempts=1,
+            MinCount=least,
+            MaxCount=len(orders),
+            ClientToken=uuid.uuid4().hex,
+            TagSpecifications=[tags.specification(kind, first, **named) for kind in kinds],
+            **arguments,
+        )
+        made = sorted(answer["Instances"], key=lambda each: int(each.get("AmiLaunchIndex", 0)))
+        bought = replace(offer, zone=subnet.zone)
+        return {
+            order.node: Bought(str(each["InstanceId"]), bought)
+            for order, each in zip(orders, made, strict=False)
+        }
+
+    def _interfaces(
+        self, offer: Offer, subnet: Subnet, here: Site, request: Request
+    ) -> list[dict[str, Any]]:
+        kind = self._catalogue.type(offer.instance_type)
+        plain = {"SubnetId": subnet.id, "Groups": [here.group], "DeleteOnTermination": True}
+        first: dict[str, Any] = {**plain, "DeviceIndex": 0}
+        cards = 1
+        if kind.efa_interfaces and self.settings.wants_efa(request):
+            first["InterfaceType"] = "efa"
+            # An instance with several interfaces gets no public address.
+            cards = 1 if subnet.public else min(kind.efa_interfaces, kind.network_cards)
+        if cards == 1:
+            first["AssociatePublicIpAddress"] = subnet.public
+        return [first] + [
+            {**plain, "DeviceIndex": 1, "NetworkCardIndex": card, "InterfaceType": "efa"}
+            for card in range(1, cards)
+        ]
 
     def _over_quota(self, quota: str, code: str) -> str:
         """Which quota is used up, and how to ask for more."""
@@ -226,8 +335,8 @@ class Launches:
             price = "" if bought.hourly_cost is None else f", {money(bought.hourly_cost)} an hour"
             how = "spot" if bought.allocation == "spot" else "on demand"
             orders[0].note(f"bought {bought.instance_type} {how}{price} instead: {why}")
-        cards = self._assortment.kind(bought.instance_type).efa_interfaces
-        if cards > 1 and subnet.public and self._settings.wants_efa(orders[0].request):
+        cards = self._catalogue.type(bought.instance_type).efa_interfaces
+        if cards > 1 and subnet.public and self.settings.wants_efa(orders[0].request):
             orders[0].note(
                 f"{bought.instance_type} has {cards} EFA interfaces, and one is used: AWS gives an "
                 "instance with several no public address; name a subnet with a NAT gateway with "
@@ -247,3 +356,24 @@ class Launches:
                 "max_hourly_cost only"
             )
         return UnavailableError(f"AWS has no such machine now: {why}; {advice}")
+
+
+def quota_of(instance_type: str, *, spot: bool) -> tuple[str, str]:
+    """The name and the code of the quota that limits a type."""
+    words, code, spot_words, spot_code = next(
+        quota for types, *quota in _QUOTAS if types.match(instance_type)
+    )
+    if spot:
+        return f"All {spot_words} Spot Instance Requests", spot_code
+    return f"Running On-Demand {words} instances", code
+
+
+def _passed_over(problem: RequestError, where: str) -> str:
+    """Why an offer was passed over, in a few words."""
+    if problem.code in PRICE:
+        return f"{where}: its spot price is above max_hourly_cost"
+    if problem.code in ("Unsupported", "UnsupportedOperation"):
+        return f"{where}: not sold there"
+    if problem.code == "InsufficientFreeAddressesInSubnet":
+        return f"{where}: its subnet has too few free addresses"
+    return f"{where}: no capacity"

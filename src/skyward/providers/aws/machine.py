@@ -1,10 +1,12 @@
-"""A node's machine on AWS: an instance, and the SSH connection to it."""
+"""A node's machine on AWS: an instance, the SSH connection to it, and how it ends itself."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
+import shlex
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -20,10 +22,11 @@ from skyward.errors import (
 )
 from skyward.market import Offer
 from skyward.providers import Machine, Order
-from skyward.providers.aws import interruption, session, stopping, tags
-from skyward.providers.aws.failures import RequestError
-from skyward.providers.aws.instances import ENDED, Instance, Instances, state_of
-from skyward.providers.aws.keys import Keys
+from skyward.providers.aws import interruption, session, tags
+from skyward.providers.aws.account import RequestError
+from skyward.providers.aws.instances import ENDED, STOPPED, Instance, Instances, state_of
+from skyward.providers.aws.settings import Settings
+from skyward.providers.aws.site import Keys, admit_again
 from skyward.providers.hosts import Destination, HostAddress
 from skyward.providers.hosts.machine import SSHMachine
 
@@ -43,7 +46,7 @@ SSH_PORT = 22
 _HOST_KEYS = re.compile(
     r"-----BEGIN SSH HOST KEY KEYS-----\s*(.*?)-----END SSH HOST KEY KEYS-----", re.DOTALL
 )
-_ENDS = ENDED | {"stopping", "stopped"}
+_ENDS = ENDED | STOPPED
 
 
 class AWSMachine(Machine):
@@ -52,18 +55,18 @@ class AWSMachine(Machine):
     def __init__(
         self,
         instances: Instances,
+        settings: Settings,
         instance: Instance,
         node: int,
-        keys: Keys,
-        *,
-        through: str,
-        python: str | None,
         offer: Offer | None = None,
-        admit: Callable[[], None] | None = None,
+        *,
+        is_new: bool = False,
     ) -> None:
-        """`admit` has the instance let this client in, which may have another address by now."""
-        self._admit = admit
-        self._instances, self._keys, self._through = instances, keys, through
+        self._instances, self._settings = instances, settings
+        self._keys = Keys(instances.pool, settings.key)
+        self._subnet = str(instance.get("SubnetId") or "")
+        self._may_be_shut_out = settings.access == "ssh" and not is_new
+        """Whether this client may have another address than when the pool was made."""
         self._user = tags.tags_of(instance).get(tags.USER) or "ec2-user"
         self._public = str(instance.get("PublicIpAddress") or "")
         self._ssh: SSHMachine | None = None
@@ -76,7 +79,7 @@ class AWSMachine(Machine):
         self.address = str(instance.get("PrivateIpAddress") or "")
         self.listens = self.address
         """Its own address: its public one belongs to the network, and nothing can listen there."""
-        self.python = python
+        self.python = settings.python
         self.offer = offer
         self.is_former = False
         """Whether the node had it before, and it may have been stopped meanwhile."""
@@ -85,16 +88,17 @@ class AWSMachine(Machine):
     def __repr__(self) -> str:
         return f"AWSMachine({self.id!r})"
 
-    async def make(self, order: Order, watch: str, seconds: float = BOOT_SECONDS) -> None:
+    async def make(self, order: Order, seconds: float = BOOT_SECONDS) -> None:
         """Wait until the instance has booted, and make the machine's folder on it.
 
-        `watch` starts the script that ends the instance: an AMI without cloud-init did not.
+        Starts the script that ends the instance: an AMI without cloud-init did not.
         """
         order.tell("waiting for the machine to boot")
         async with self._reaching:
             self._ssh = await self._reach(seconds, new=True)
             self.direct = self._ssh.direct
-        command = ["sh", "-c", '[ "$(id -u)" = 0 ] || s="sudo -n"; $s sh -c "$1"', "sh", watch]
+        start = watch(idle=order.request.idle_timeout, ttl=order.request.ttl)
+        command = ["sh", "-c", '[ "$(id -u)" = 0 ] || s="sudo -n"; $s sh -c "$1"', "sh", start]
         if await self._ssh.run(command):
             order.note(
                 f"node {self.node}: the instance {self.id} cannot end itself if this process is "
@@ -140,7 +144,7 @@ class AWSMachine(Machine):
     async def after_start(self) -> None:
         """Have the instance go with its disk if it shuts itself down, as a new one would."""
         if self.is_former:
-            await stopping.on_shutdown(self._instances, self.id, "terminate")
+            await self._instances.on_shutdown("terminate", self.id)
             self.is_former = False
 
     async def destroy(self) -> None:
@@ -213,10 +217,14 @@ class AWSMachine(Machine):
                 except PoolStartError as failure:
                     problem = failure
                     await machine.leave()
-            if problem is None and self._admit is not None and self._through == "ssh":
-                admit, self._admit = self._admit, None
+            if problem is None and self._may_be_shut_out:
+                self._may_be_shut_out = False
                 with contextlib.suppress(SkywardError):
-                    await asyncio.to_thread(admit)
+                    await asyncio.to_thread(
+                        admit_again,
+                        *(self._instances.account, self._instances.pool),
+                        *(self._subnet, self._settings.admit),
+                    )
                 deadline = max(deadline, time.monotonic() + PROBE_SECONDS)
             if time.monotonic() > deadline:
                 break
@@ -233,14 +241,14 @@ class AWSMachine(Machine):
 
     async def _answering(self, addresses: list[str]) -> list[str]:
         """The addresses at which something listens, the private one first."""
-        if self._through == "ssm":
+        if self._settings.access == "ssm":
             return addresses[:1] or [self.id]
         answers = await asyncio.gather(*(_answers(each) for each in addresses))
         return [each for each, answer in zip(addresses, answers, strict=True) if answer]
 
     def _machine(self, address: str) -> SSHMachine:
         region, profile = self._instances.account.region, self._instances.account.profile
-        through_ssm = self._through == "ssm"
+        through_ssm = self._settings.access == "ssm"
         destination = Destination(
             HostAddress(address, self._user, SSH_PORT),
             self._keys.private,
@@ -294,3 +302,66 @@ async def _answers(address: str) -> bool:
         return False
     writer.close()
     return True
+
+
+# What an instance does when it boots, and when it ends itself.
+
+LEAST_IDLE_SECONDS = 120
+"""An instance must have time for its first command, however short `idle_timeout` is."""
+_WATCH = """
+cd /
+busy() {
+    for each in /proc/[0-9]*; do
+        case $(readlink "$each/cwd" 2>/dev/null) in */skyward/machines/*) return 0 ;; esac
+        line=$(tr '\\0' ' ' 2>/dev/null <"$each/cmdline")
+        case $line in *skyward.worker.[a]gent*) return 0 ;; esac
+    done
+    return 1
+}
+mark=/run/skyward-watch
+other=$(cat "$mark" 2>/dev/null)
+if [ -n "$other" ] && kill -0 "$other" 2>/dev/null; then exit 0; fi
+echo $$ >"$mark"
+now() { read -r up rest </proc/uptime; echo "${up%.*}"; }
+began=$(now) last=$(now)
+while :; do
+    sleep 5
+    time=$(now)
+    if busy; then last=$time; fi
+    if [ $((time - last)) -ge IDLE ] || [ $((time - began)) -ge TTL ]; then
+        shutdown -h now || poweroff || kill -s TERM 1
+        sleep 60
+    fi
+done
+"""
+"""Ends an instance that has had no agent and no command of ours for IDLE seconds, or after TTL
+seconds. Needs nothing but a shell: the client may vanish before anything is installed. The brackets
+keep the script from finding itself. A container has no `shutdown`; the last resort ends it."""
+EVERY_BOOT = "/var/lib/cloud/scripts/per-boot/skyward-watch"
+"""What is there, cloud-init runs at every boot; `runcmd` only at the first one."""
+FOREVER = 10 * 365 * 24 * 3600
+
+
+def watch(*, idle: float, ttl: float | None) -> str:
+    """A command for a shell that starts the script, unless it runs already; root runs it."""
+    script = _WATCH.replace("IDLE", str(max(LEAST_IDLE_SECONDS, int(idle)))).replace(
+        "TTL", str(FOREVER if ttl is None else max(1, int(ttl)))
+    )
+    return f"setsid sh -c {shlex.quote(script)} >/dev/null 2>&1 </dev/null &"
+
+
+def user_data(private: str, public: str, *, idle: float, ttl: float | None) -> str:
+    """The configuration for cloud-init: the host's key, and the script that ends the instance.
+
+    The client made the host's key, of both halves, so it knows the instance before the first login.
+    """
+    start = watch(idle=idle, ttl=ttl)
+    script = {"path": EVERY_BOOT, "permissions": "0755", "content": f"#!/bin/sh\n{start}\n"}
+    # YAML reads JSON, and cloud-init reads YAML.
+    document = {
+        "ssh_keys": {"ed25519_private": private, "ed25519_public": public},
+        # A stopped instance that is started again must end, too, if its client is gone meanwhile.
+        "write_files": [script],
+        "runcmd": [["sh", "-c", start]],
+    }
+    return "#cloud-config\n" + json.dumps(document)
