@@ -8,6 +8,7 @@ import threading
 import time
 import tracemalloc
 import zlib
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,12 @@ import skyward as sky
 from skyward import context
 from skyward.console.plain import Plain
 from skyward.console.terminal import Live, Terminal
+from skyward.events import EventStream
 from skyward.nodes import descriptors
 from skyward.nodes.briefing import Briefing
-from skyward.nodes.joining import Joining
+from skyward.nodes.fleet import Fleet, beats_between_pings
 from skyward.nodes.journal import Journal
-from skyward.nodes.node import Node
-from skyward.nodes.pulse import beats_between_pings
-from skyward.nodes.roster import Roster
+from skyward.nodes.node import Node, Roster
 from skyward.staff import Staff
 from skyward.wire.channel import Channel
 from skyward.wire.connecting import context_for
@@ -49,9 +49,11 @@ class Told:
         self.messages.append(message)
 
 
-def roster_of(count: int) -> tuple[Roster, list[Told]]:
+def roster_of(count: int, fleet: Any = None) -> tuple[Roster, list[Told]]:
     """Nodes with different addresses, and what their agents are told."""
     roster, told = Roster(), [Told() for _ in range(count)]
+    fleet = fleet or SimpleNamespace()
+    fleet.roster, fleet.events = roster, EventStream()
     nodes = []
     for index, control in enumerate(told):
         host: Any = SimpleNamespace(
@@ -61,7 +63,7 @@ def roster_of(count: int) -> tuple[Roster, list[Told]]:
             accelerator=None,
             endpoint="",
         )
-        node = Node(index, host, roster.lock)
+        node = Node(index, host, fleet)
         node.connect(control)  # type: ignore[arg-type]
         nodes.append(node)
     roster.add(nodes)
@@ -283,7 +285,8 @@ def test_the_nodes_of_a_large_pool_get_heartbeats_in_turn() -> None:
 
 def test_nodes_that_come_together_are_made_known_together() -> None:
     """Each of them must be made known to all others."""
-    roster, _ = roster_of(50)
+    fleet: Any = object.__new__(Fleet)
+    roster, _ = roster_of(50, fleet)
     begun, go_on, told = threading.Event(), threading.Event(), []
 
     def tell_all() -> None:
@@ -291,17 +294,18 @@ def test_nodes_that_come_together_are_made_known_together() -> None:
         begun.set()
         go_on.wait(10)
 
-    briefing: Any = SimpleNamespace(tell_all=tell_all)
-    console: Any = SimpleNamespace(phase=lambda *_: None)
+    fleet._briefing = SimpleNamespace(tell_all=tell_all)
+    fleet.console = SimpleNamespace(phase=lambda *_: None)
+    fleet.executors_on = lambda node: 0
     ready: list[Node] = []
-    joining = Joining(briefing, console, ready.append)
-    joining.add(roster.nodes[0], 0)
-    first = threading.Thread(target=joining.tell)
+    fleet.node_ready = ready.append
+    fleet._joining, fleet._telling = deque(roster.nodes[:1]), threading.Lock()
+    first = threading.Thread(target=fleet._tell_joining)
     first.start()
     assert begun.wait(10)
     for node in roster.nodes[1:]:
-        joining.add(node, 0)
-        joining.tell()
+        fleet._joining.append(node)
+        fleet._tell_joining()
     go_on.set()
     first.join(10)
     assert len(told) == 2

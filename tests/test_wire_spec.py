@@ -15,7 +15,7 @@ import pytest
 from skyward.calls import relays
 from skyward.calls import streams as pool_streams
 from skyward.device import carrier, peers, pump
-from skyward.nodes import contact
+from skyward.nodes import node
 from skyward.objects import blobs, memory
 from skyward.wire import connecting, dial, frames, listener, messages
 from skyward.wire.link import incoming, large, outgoing, pair, records
@@ -108,7 +108,7 @@ def test_links_are_as_described() -> None:
         f"for every {incoming.COUNT_EVERY >> 20} MiB received",
         f"keeps more than {outgoing.LINK_WINDOW >> 20} MiB",
         f"the refusal `{connecting.SESSION_UNKNOWN}`",
-        f"no `Ping` back for {contact.SILENCE_SECONDS:g} s",
+        f"no `Ping` back for {node.SILENCE_SECONDS:g} s",
         f"refused connections for {dial.REFUSED_SECONDS:g} s",
         f"at least {pair.FAR_SECONDS * 1e3:g} ms apart",
         f"up to {dial.CONNECTIONS - 1} more each way",

@@ -421,7 +421,7 @@ class Pool:
 
     def workers(self) -> list[tuple[int, int]]:
         """Every (node, worker), in rank order."""
-        return self._fleet.capacity.workers()
+        return self._fleet.workers()
 
     def wake(self) -> None:
         """Have at least one node, and wait until it is ready."""
@@ -434,7 +434,7 @@ class Pool:
 
     def slots(self) -> int:
         """How many tasks the pool can run at once."""
-        return self._fleet.capacity.slots()
+        return self._fleet.slots()
 
     def views(self) -> list[NodeView]:
         """The nodes as a user sees them."""
@@ -464,7 +464,7 @@ class Pool:
     def service(self, node: int, name: str) -> ServiceConnection:
         """A connection to a service of a node's agent; the caller closes it."""
         self._check_open()
-        return self._fleet.services.open(node, name)
+        return self._fleet.service(node, name)
 
     @property
     def failed(self) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.nodes.executors import Executors
+from skyward.nodes.node import Node, Roster
 from skyward.wire.messages import ExecutorDown
 
 from ..conftest import PATIENCE, other_case
@@ -305,13 +305,14 @@ def test_a_process_that_is_gone_is_not_given_up_while_its_results_come() -> None
     """They may take longer than a second, over a slow link or on a busy machine."""
     timers: list[Callable[[], None]] = []
     lost: list[str] = []
-    executors: Any = object.__new__(Executors)
-    executors._loop = SimpleNamespace(later=lambda seconds, action: timers.append(action))
-    executors._lose = lambda node, lane, reason: lost.append(reason)
+    loop = SimpleNamespace(later=lambda seconds, action: timers.append(action))
+    fleet: Any = SimpleNamespace(roster=Roster(), loop=loop)
+    node: Any = Node(0, None, fleet)  # type: ignore[arg-type]
+    node.lose_executor = lambda lane, reason: lost.append(reason)
     channel = SimpleNamespace(bytes_received=0, exhausted=False)
     lane = SimpleNamespace(pid=7, lost=False, channel=channel, process_ended=lambda reason: None)
-    node: Any = SimpleNamespace(lanes={(0, 0): lane}, state="ready")
-    executors.down(node, ExecutorDown(0, 0, 7, "killed", restarting=True))
+    node.lanes[0, 0] = lane
+    node._executor_down(ExecutorDown(0, 0, 7, "killed", restarting=True))
     channel.bytes_received = 10
     timers.pop()()
     assert lost == []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from skyward.nodes.scaling import Scaler
 from skyward.providers import Order
 from skyward.testing import plain_request
 
-from ..conftest import ALL, PATIENCE, Eventually, wait_until
+from ..conftest import ALL, PATIENCE, Eventually
 
 QUIET = sky.Options(console=False)
 
@@ -57,7 +56,7 @@ def wait_for(path: str) -> bool:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes are tried again soon."""
-    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.3, 0.6))
+    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.3, 0.6))
 
 
 def states(pool: sky.Compute) -> list[str]:
@@ -117,7 +116,7 @@ def test_growth_that_fails_is_tried_again_after_longer_and_longer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, eventually: Eventually
 ) -> None:
     """The pauses double, from one second: the third is one of four."""
-    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (1.0, 300.0))
+    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (1.0, 300.0))
     provider = Scarce(missing={1})
     with sky.Compute(provider, nodes=(1, 2), options=QUIET) as pool:
         gate = tmp_path / "gate"
@@ -175,7 +174,7 @@ def test_resize_takes_what_nodes_takes(hasty: None, eventually: Eventually) -> N
 def test_resize_starts_failed_nodes_again_and_returns_when_all_are_ready(
     monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (300.0, 300.0))
+    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (300.0, 300.0))
     provider = Scarce(missing={1, 3})
     with sky.Compute(provider, nodes=sky.Nodes(3, min=2), options=QUIET) as pool:
         eventually(lambda: states(pool) == ["ready", "failed", "ready"])
@@ -197,54 +196,29 @@ class Idle:
 
 @pytest.mark.parametrize("change", ["none", "bounds", "number"])
 def test_a_pool_does_not_shrink_below_what_a_resize_has_just_asked_for(change: str) -> None:
-    now, shrunk, resized = 0.0, [], threading.Event()
-
-    def shrink(target: Callable[[int], int]) -> None:
-        resized.wait(PATIENCE)  # the user's resize has the lock
-        shrunk.append(target(3))
-
-    scaler = Scaler(
-        sky.Nodes(1, max=3),
-        sky.Options(idle_timeout=60),
-        Idle(),  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
-        grow=lambda count: False,
-        shrink=shrink,
-        clock=lambda: now,
-    )
+    now, idle = 0.0, sky.Options(idle_timeout=60)
+    scaler = Scaler(sky.Nodes(1, max=3), idle, Idle(), lambda: now)  # type: ignore[arg-type]
     now = 61.0
-    scaler.look(3, coming=0, slots=1)
+    assert scaler.look(3, coming=0, slots=1) == 2
     if change == "bounds":
         scaler.bound(sky.Nodes(3, max=4))
     if change == "number":
         scaler.keep()
-    resized.set()
-    wait_until(lambda: shrunk)
-    assert shrunk == [2 if change == "none" else 3]
+    # The user's resize had the lock until now.
+    assert scaler.target(3) == (2 if change == "none" else 3)
 
 
 def test_a_node_that_has_just_come_gets_its_tasks_before_another_is_started() -> None:
-    now, grown = 0.0, []
+    now = 0.0
     waiting: Any = type("Waiting", (), {"backlog": 1, "lanes": ()})()
-    scaler = Scaler(
-        sky.Nodes(0, max=4),
-        sky.Options(),
-        waiting,
-        None,  # type: ignore[arg-type]
-        grow=lambda count: bool(grown.append(count)) or True,
-        shrink=lambda target: None,
-        clock=lambda: now,
-    )
-    scaler.look(0, coming=0, slots=1)
-    assert grown == [1]
+    scaler = Scaler(sky.Nodes(0, max=4), sky.Options(), waiting, lambda: now)
+    assert scaler.look(0, coming=0, slots=1) == 1
     now = 60.0
-    scaler.look(1, coming=1, slots=1)
+    assert scaler.look(1, coming=1, slots=1) == 1
     now = 61.0
-    scaler.look(1, coming=0, slots=1)
-    assert grown == [1]
+    assert scaler.look(1, coming=0, slots=1) == 1
     now += 1.1
-    scaler.look(1, coming=0, slots=1)
-    assert grown == [1, 2], "the task waits in spite of the node"
+    assert scaler.look(1, coming=0, slots=1) == 2, "the task waits in spite of the node"
 
 
 def test_a_node_that_is_started_again_has_the_workers_it_had() -> None:

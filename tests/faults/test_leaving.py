@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 import skyward as sky
-from skyward.nodes.ending import Ending
+from skyward.events import EventStream
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
-from skyward.nodes.node import Node
+from skyward.nodes.keeper import PoolKeeper
+from skyward.nodes.node import Node, Roster
 from skyward.providers import Order
 from skyward.staff import Staff
 from skyward.testing import plain_request
@@ -34,26 +36,26 @@ def fleet() -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def retired(tmp_path: Path) -> Node:
+def retired(fleet: Fleet, tmp_path: Path) -> Node:
     """A node that was lost, and is given up by a resize while it is out of reach."""
     provider: Any = sky.Local()
     order = Order("pool", 1, plain_request())
     journal = Journal(tmp_path / "journal.sqlite")
-    node = Node(1, Host(provider, order, journal, lambda _: None, lambda _: None))
+    node = Node(1, Host(provider, order, journal, lambda _: None, lambda _: None), fleet)
     assert node.lose("its agent is gone")
     assert node.drain()
     return node
 
 
-def test_a_node_that_is_being_retired_is_not_started_anew(fleet: Fleet, retired: Node) -> None:
+def test_a_node_that_is_being_retired_is_not_started_anew(retired: Node) -> None:
     host = retired.host
-    fleet._startup.start_again(retired)
+    assert not retired.start_again()
     assert retired.host is host
     assert retired.state == "draining"
 
 
-def test_a_node_that_is_being_retired_is_not_waited_for(fleet: Fleet, retired: Node) -> None:
-    assert not fleet._startup.await_return(retired, sky.UnreachableError("no answer"))
+def test_a_node_that_is_being_retired_is_not_waited_for(retired: Node) -> None:
+    assert retired.return_pause(sky.UnreachableError("no answer")) is None
     assert retired.state == "draining"
 
 
@@ -63,7 +65,7 @@ def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through(
     """The process may end right after, and what is left of the machine would stay."""
     leaving, removed = threading.Event(), threading.Event()
     # The start of the new node waits for the removal as well.
-    monkeypatch.setattr("skyward.nodes.ending.LAUNCH_SECONDS", 0.0)
+    monkeypatch.setattr("skyward.nodes.fleet.RUN_SECONDS", 0.0)
     with sky.Compute(options=QUIET) as compute:
         fleet = compute._open_pool._fleet
         (node,) = fleet.nodes
@@ -84,46 +86,47 @@ def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through(
 
         monkeypatch.setattr(node.host, "stop", remove)
         monkeypatch.setattr(node, "stop", stop)
-        fleet._loop.call_soon(lambda: fleet._losses.lose(node, "its agent is gone"))
+        fleet.loop.call_soon(lambda: node.handle_loss("its agent is gone"))
         eventually(lambda: node.state != "ready")
     assert removed.is_set()
 
 
-def stopping(count: int) -> tuple[Ending, list[Any], list[Node]]:
-    """What ends nodes whose machines are gone at once, and the nodes it has forgotten."""
+def stopping(count: int) -> tuple[Fleet, list[Any], list[Node]]:
+    """A fleet of nodes whose machines are gone at once, and the nodes that are forgotten."""
     forgotten: list[Node] = []
-    unkept: Any = SimpleNamespace(remove=lambda nodes: None)
-    ending: Any = Ending(cast(Any, None), cast(Any, None), unkept)
-    ending.forget = forgotten.append
-    nodes = []
+    fleet: Any = object.__new__(Fleet)
+    fleet.roster, fleet.events = Roster(), EventStream()
+    fleet.keeper = PoolKeeper(None)
+    nodes: list[Any] = []
     for index in range(count):
         end: Future[None] = Future()
         end.set_result(None)
         host: Any = SimpleNamespace(condemn=lambda: None, stop=lambda _, end=end: end)
-        nodes.append(Node(index, host))
-    return ending, nodes, forgotten
+        nodes.append(Node(index, host, fleet))
+        nodes[-1].forget = functools.partial(forgotten.append, nodes[-1])
+    return fleet, nodes, forgotten
 
 
 def test_nodes_end_all_the_same_when_the_end_of_one_fails() -> None:
-    ending, nodes, forgotten = stopping(3)
+    fleet, nodes, forgotten = stopping(3)
     failed: Future[None] = Future()
     failed.set_exception(sky.PoolStartError("the journal cannot be written"))
     nodes[0].host.stop = lambda _: failed
     with pytest.raises(sky.PoolStartError, match="the journal cannot be written"):
-        ending.end(nodes, 0)
+        fleet._end(nodes, 0)
     assert forgotten == nodes
 
 
 def test_the_end_of_many_nodes_waits_no_longer_than_that_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("skyward.nodes.ending.DESTROY_SECONDS", 0.1)
-    monkeypatch.setattr("skyward.nodes.ending.LAUNCH_SECONDS", 0.1)
-    ending, nodes, forgotten = stopping(50)
+    monkeypatch.setattr("skyward.nodes.fleet.DESTROY_SECONDS", 0.1)
+    monkeypatch.setattr("skyward.nodes.fleet.RUN_SECONDS", 0.1)
+    fleet, nodes, forgotten = stopping(50)
     for node in nodes:
         node._removal = Future()
-        node.launch(lambda _: Future())
+        node.end_run = Future
     began = time.monotonic()
-    ending.end(nodes, 0)
+    fleet._end(nodes, 0)
     assert time.monotonic() - began < 50 * 0.2, "not one after the other"
     assert forgotten == nodes

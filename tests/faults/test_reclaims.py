@@ -183,7 +183,7 @@ def test_a_replacement_that_cannot_be_had_yet_is_tried_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Machines are taken back when there are too few of them."""
-    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.1, 0.1))
+    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.1, 0.1))
     provider = Spot()
     with a_pool(tmp_path, provider=provider) as pool:
         provider.missing.extend(["there is none"] * 2)

@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.nodes import contact, executors, provider_loop
+from skyward.events import EventStream
+from skyward.nodes import contact, node, provider_loop
+from skyward.nodes.fleet import Fleet
 from skyward.nodes.host import Host
 from skyward.nodes.journal import NoJournal
-from skyward.nodes.membership import Membership
-from skyward.nodes.node import Node
-from skyward.nodes.roster import Roster
+from skyward.nodes.node import Node, Roster
 from skyward.providers import Machine, Order
 from skyward.testing import plain_request
 from skyward.wire import connecting
@@ -112,31 +112,36 @@ def test_a_failure_is_told_at_once_though_another_node_takes_long() -> None:
     assert time.monotonic() - began < SOON
 
 
+def fleet_that_waits(seconds: float) -> Any:
+    """A fleet that waits so long for nodes whose machines are there."""
+    fleet: Any = object.__new__(Fleet)
+    fleet.roster, fleet.events, fleet._ready_seconds = Roster(), EventStream(), seconds
+    return fleet
+
+
 def test_a_start_is_late_only_if_no_more_executors_come_and_says_how_many_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("skyward.nodes.membership.READY_SECONDS", 1.0)
     now = 100.0
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("skyward.nodes.membership.time", clock)
-    node: Any = SimpleNamespace(
+    monkeypatch.setattr("skyward.nodes.fleet.time", clock)
+    slow: Any = SimpleNamespace(
         index=0, serves=False, failure=None, lanes={}, control=object(), settled=threading.Event()
     )
-    node.host = SimpleNamespace(made_at=now)
+    slow.host = SimpleNamespace(made_at=now)
 
     def wait(_: float) -> None:
         nonlocal now
         now += 0.9
-        if len(node.lanes) < 5:
-            node.lanes[len(node.lanes)] = object()
+        if len(slow.lanes) < 5:
+            slow.lanes[len(slow.lanes)] = object()
 
-    node.settled.wait = wait
-    capacity: Any = SimpleNamespace(executors_on=lambda _: 250)
-    parts: list[Any] = [None] * 5
-    membership = Membership(Roster(), *parts, capacity, is_slow=False, stop_nodes=lambda *_: None)
+    slow.settled.wait = wait
+    fleet = fleet_that_waits(1.0)
+    fleet.executors_on = lambda _: 250
     words = r"node 0: 5 of 250 worker processes are connected, and in 1 s no other came; .*'thread'"
     with pytest.raises(sky.PoolStartError, match=words):
-        membership._await_ready([node], 1)
+        fleet._await_ready([slow], 1)
 
 
 @dataclass(frozen=True)
@@ -152,17 +157,15 @@ class Queued(sky.Local):
         return self.made[-1]
 
 
-def test_the_time_in_a_providers_queue_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyward.nodes.membership.READY_SECONDS", 0.05)
+def test_the_time_in_a_providers_queue_does_not_count() -> None:
     provider: Any = Queued()
     order = Order("pool", 3, plain_request())
     host = Host(provider, provider.allocate("pool"), order, NoJournal(), print, print)
-    parts: list[Any] = [None] * 6
-    membership = Membership(Roster(), *parts, is_slow=False, stop_nodes=lambda *_: None)
+    fleet = fleet_that_waits(0.05)
     preparing = provider_loop.submit(host.prepare())
     try:
         with pytest.raises(sky.PoolStartError, match="node 3 was not ready 0 s after its machine"):
-            membership._await_ready([Node(3, host)], 1)
+            fleet._await_ready([Node(3, host, fleet)], 1)
         assert provider.made
     finally:
         preparing.result(SOON)
@@ -212,7 +215,7 @@ def test_workers_that_cannot_be_reached_are_told_from_a_node_that_cannot() -> No
 def test_a_worker_process_that_does_not_answer_is_told_with_the_number_of_those_that_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(executors, "MANY", 3)
+    monkeypatch.setattr(node, "MANY", 3)
     reached: list[int] = []
     attempt = contact.Approach.attempt
 
@@ -247,9 +250,9 @@ def test_a_task_on_a_node_that_is_lost_while_it_first_starts_hears_of_no_other_l
     with sky.Compute(options=QUIET) as compute:
         future = sky.function(time.sleep)(60) > compute
         fleet = compute._open_pool._fleet
-        node = fleet.nodes[0]
-        node._state, node.joined = "starting", False
-        fleet._loop.call_soon(lambda: fleet._losses.lose(node, "its agent is gone"))
+        lost = fleet.nodes[0]
+        lost._state, lost.joined = "starting", False
+        fleet.loop.call_soon(lambda: lost.handle_loss("its agent is gone"))
         with pytest.raises(sky.NodeLostError) as caught:
             future.result(SOON)
     assert str(caught.value).endswith(
@@ -296,7 +299,7 @@ def test_a_pool_that_did_not_start_can_be_made_anew() -> None:
 
 def test_a_plugin_that_takes_long_costs_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agents hear of their client meanwhile, and the client of its agents."""
-    monkeypatch.setattr(contact, "LOST_SECONDS", 1.5)
+    monkeypatch.setattr(node, "LOST_SECONDS", 1.5)
     slow = sky.Plugin.create("slow").with_around_process(_slow)
     options = sky.Options(console=False, orphan_timeout=1.5)
     with sky.Compute(plugins=[slow], options=options) as compute:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyward.nodes import starts
-from skyward.nodes.starts import Starts
+from skyward.nodes import keeper
 
 from ..conftest import PATIENCE
 
@@ -36,21 +35,15 @@ class GoodAgent(HungAgent):
 
 
 async def granted(agents: list[HungAgent]) -> Any:
-    lost, *others = [
-        SimpleNamespace(index=index, state="starting", is_connected=index > 0)
-        for index in range(len(agents) + 1)
-    ]
-    roster: Any = SimpleNamespace(nodes=[lost, *others])
-    connect: Any = lambda index, service: agents[index - 1]
-    node: Any = lost
-    async with Starts(roster, connect).lease(node) as lease:
+    asked: Any = {index + 1: lambda agent=agent: agent for index, agent in enumerate(agents)}
+    async with keeper.leased(0, lambda: asked, lambda: True) as lease:
         return lease._connection
 
 
 def test_a_hung_agent_does_not_stop_the_start_of_another_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(starts, "ANSWER_SECONDS", 0.2, raising=False)
+    monkeypatch.setattr(keeper, "ANSWER_SECONDS", 0.2)
     hung, good = HungAgent(), GoodAgent()
 
     async def within(agents: list[HungAgent]) -> Any:

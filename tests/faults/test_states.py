@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 
-from skyward.nodes.node import MOVES, START_ATTEMPTS, Node, State
-from skyward.nodes.retries import BOUGHT_IN_VAIN, RETRY_PAUSES
+from skyward.events import EventStream
+from skyward.nodes.node import (
+    BOUGHT_IN_VAIN,
+    MOVES,
+    RETRY_PAUSES,
+    START_ATTEMPTS,
+    Node,
+    Roster,
+    State,
+)
 
 
 class Clock:
@@ -35,6 +44,24 @@ class StillHost:
         return ended
 
 
+class BoughtHost(StillHost):
+    """A host whose machine was bought."""
+
+    was_bought = True
+
+
+def node_on(host: type[StillHost], clock: Clock) -> Node:
+    """A node of a fleet that has such hosts."""
+    fleet: Any = SimpleNamespace(
+        roster=Roster(),
+        events=EventStream(),
+        prospects=SimpleNamespace(expect=lambda index: None),
+        new_host=lambda index, lost: host(),
+    )
+    first: Any = host()
+    return Node(3, first, fleet, clock)
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -42,8 +69,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def node(clock: Clock) -> Node:
-    host: Any = StillHost()
-    return Node(3, host, clock=clock)
+    return node_on(StillHost, clock)
 
 
 def lost(node: Node) -> None:
@@ -87,7 +113,7 @@ METHODS: dict[str, tuple[Callable[[Node], Any], dict[State, State]]] = {
         dict.fromkeys(("ready", "reconnecting"), "reclaimed"),
     ),
     "start_again": (
-        lambda node: node.start_again(lambda host: host),
+        lambda node: node.start_again(),
         {"lost": "starting", "failed": "starting"},
     ),
 }
@@ -125,7 +151,7 @@ def test_every_move_of_a_method_is_in_the_table() -> None:
 def test_a_node_that_cannot_be_reached_after_a_loss_waits_to_return(node: Node) -> None:
     assert node.await_return() is None, "it has never served"
     lost(node)
-    node.start_again(lambda host: host)
+    node.start_again()
     assert node.await_return() == 1.0
     assert node.state == "lost"
 
@@ -136,7 +162,7 @@ def test_a_node_that_is_lost_again_and_again_fails_for_good(node: Node) -> None:
         node.become_ready(0)
         assert node.lose("gone")
         assert node.state == ("failed" if attempt == START_ATTEMPTS else "lost")
-        node.start_again(lambda host: host) if attempt < START_ATTEMPTS else None
+        node.start_again() if attempt < START_ATTEMPTS else None
     assert node.retries.at is None
     assert not node.is_expected
 
@@ -149,7 +175,7 @@ def test_a_machine_that_is_taken_back_is_no_fault_of_its_node(node: Node) -> Non
         assert node.is_expected
         assert node.lose("gone")
         assert node.state == "lost"
-        node.start_again(lambda host: host)
+        node.start_again()
 
 
 def test_a_node_that_does_not_start_is_tried_again_after_longer_and_longer(
@@ -166,7 +192,7 @@ def test_a_node_that_does_not_start_is_tried_again_after_longer_and_longer(
         assert not node.retries.is_due
         clock.now += 0.2
         assert node.retries.is_due
-        assert node.start_again(lambda host: host)
+        assert node.start_again()
     assert pauses[:3] == pytest.approx([first, 2 * first, 4 * first])
     assert pauses[-1] == pytest.approx(longest)
 
@@ -174,57 +200,47 @@ def test_a_node_that_does_not_start_is_tried_again_after_longer_and_longer(
 def test_a_node_that_came_at_last_begins_with_short_pauses_again(node: Node) -> None:
     for _ in range(4):
         node.fail(RuntimeError("no quota"), retry=True)
-        node.start_again(lambda host: host)
+        node.start_again()
     assert node.become_ready(0)
     assert node.joined
     assert node.retries.failed == 0
     assert node.failure is None
 
 
-class BoughtHost(StillHost):
-    """A host whose machine was bought."""
-
-    was_bought = True
-
-
-def new_host(_: Any) -> Any:
-    return BoughtHost()
-
-
 def test_no_more_machines_are_bought_after_three_that_did_not_become_ready(clock: Clock) -> None:
-    node = Node(3, new_host(None), clock=clock)
+    node = node_on(BoughtHost, clock)
     for attempt in range(1, BOUGHT_IN_VAIN + 1):
         assert node.fail(RuntimeError("no route"), retry=True)
         assert node.is_expected == (attempt < BOUGHT_IN_VAIN)
-        node.start_again(new_host) if attempt < BOUGHT_IN_VAIN else None
+        node.start_again() if attempt < BOUGHT_IN_VAIN else None
     assert str(node.failure) == (
         "node 3: 3 machines in a row were bought and did not become ready, so no more are bought; "
         "compute.resize tries again. The last failure: no route"
     )
     clock.now += 10 * RETRY_PAUSES[1]
     assert not node.retries.is_due
-    assert node.start_again(new_host)
+    assert node.start_again()
     assert node.fail(RuntimeError("no route"), retry=True)
     assert node.is_expected, "the user's own attempt counts from the beginning"
 
 
 def test_a_machine_that_became_ready_was_not_bought_in_vain(clock: Clock) -> None:
-    node = Node(3, new_host(None), clock=clock)
+    node = node_on(BoughtHost, clock)
     for _ in range(2 * BOUGHT_IN_VAIN):
         node.fail(RuntimeError("no route"), retry=True)
-        node.start_again(new_host)
+        node.start_again()
         assert node.become_ready(0)
         clock.now += 100
         node.lose("gone")
         assert node.state == "lost"
-        node.start_again(new_host)
+        node.start_again()
 
 
 def test_a_lost_node_that_is_out_of_reach_buys_no_more_than_three_machines(clock: Clock) -> None:
-    node = Node(3, new_host(None), clock=clock)
+    node = node_on(BoughtHost, clock)
     lost(node)
     for attempt in range(1, BOUGHT_IN_VAIN + 1):
-        node.start_again(new_host)
+        node.start_again()
         assert (node.await_return() is None) == (attempt == BOUGHT_IN_VAIN)
     assert node.fail(OSError("no route"), retry=True)
     assert not node.is_expected

@@ -84,7 +84,7 @@ def test_a_broadcast_that_gets_no_node_says_why() -> None:
 def test_a_call_waits_for_a_machine_however_long_that_takes(
     monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.1, 0.1))
+    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.1, 0.1))
     provider = SoldOut(missing={0})
     with sky.Compute(provider, nodes=(0, 1), options=QUIET) as pool:
         future = rank() > pool
@@ -180,7 +180,7 @@ def test_a_call_does_not_wait_for_what_only_the_user_can_mend(
 
 
 def test_a_call_waits_as_long_as_another_node_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.1, 0.1))
+    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.1, 0.1))
     refusals = [sky.UnavailableError("sold out"), *[ForbiddenError("no")] * 30]
     provider = Refusing(refusals=[*refusals])
     with sky.Compute(provider, nodes=(0, 2), options=QUIET) as pool:
@@ -211,7 +211,7 @@ def test_a_lost_node_that_only_the_user_can_bring_back_is_tried_at_the_next_call
         pid = sky.function(os.getpid)() >> pool
         provider.refusals.append(ForbiddenError("your login has expired"))
         fleet = pool._open_pool._fleet
-        fleet._losses.lose(fleet.nodes[0], "pulled out")
+        fleet.nodes[0].handle_loss("pulled out")
         eventually(lambda: pool.nodes[0].state == "failed")
         assert sky.function(os.getpid)() >> pool != pid
 
@@ -219,7 +219,7 @@ def test_a_lost_node_that_only_the_user_can_bring_back_is_tried_at_the_next_call
 def test_a_refusal_that_may_pass_is_told_once_and_the_caller_may_stop_waiting(
     monkeypatch: pytest.MonkeyPatch, eventually: Eventually, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.1, 0.1))
+    monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.1, 0.1))
     provider = SoldOut(missing={0})
     options = sky.Options(console=True)
     with sky.Compute(provider, nodes=(0, 1), options=options) as pool:

@@ -10,10 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +23,6 @@ from skyward.compute.workbench.jobs import start_script
 from skyward.nodes import keeping
 from skyward.nodes.keeper import PoolKeeper
 from skyward.nodes.keeping import KeptNode, KeptPool
-from skyward.nodes.node import Node
 from skyward.page import looking, metrics, sockets
 from skyward.page.gathering import Gathering
 from skyward.page.hub import Viewer
@@ -458,25 +455,18 @@ def test_a_head_that_was_away_is_told_what_has_changed(home: Path) -> None:
     nodes = [KeptNode(n, "unix:/a", 1, "here", f"10.0.0.{n}", 0, None, "m") for n in range(3)]
     record = KeptPool("p", "away", "local", {}, 0.0, 0.0, None, None, None, None, "", nodes)
     keeping.write(record)
-    done: Future[None] = Future()
-    done.set_result(None)
-    facts = nodes.__getitem__
-    host = SimpleNamespace(facts=facts, keep=lambda: None, after_start=lambda: done)
-    head, gone = (
-        cast(Node, SimpleNamespace(index=n, host=host, tell=lambda message: True)) for n in (0, 2)
-    )
     told, reached = [], False
 
     def tell(message: Members) -> bool:
         told.append(message)
         return reached
 
-    keeper = PoolKeeper(lambda nodes: record, record, tell)
-    keeper.remove([gone])
+    keeper = PoolKeeper(record)
+    keeper.remove([2], tell)
     assert [each.index for each in keeping.read("away").nodes] == [0, 1]
     reached = True
-    keeper.add(head)
+    keeper.add(nodes[0], tell)
     assert told == [Members([], [2])] * 2
-    keeper.add(head)
+    keeper.add(nodes[0], tell)
     assert len(told) == 2
     keeping.forget("away")

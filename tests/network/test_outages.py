@@ -18,7 +18,6 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.nodes import contact
 
 from ..conftest import only_in_all, other_case
 from .network import OUTAGE_SECONDS
@@ -187,7 +186,7 @@ def test_a_silent_network_is_noticed_told_of_and_survived(
         with far.networks[node].hold():
             eventually(
                 lambda: far.pool.nodes[node].state == "reconnecting",
-                contact.SILENCE_SECONDS + 20,
+                node.SILENCE_SECONDS + 20,
                 "the notice",
             )
             assert far.pool.nodes[other].state == "ready"

@@ -546,15 +546,14 @@ def test_a_group_that_is_over_does_not_end_again() -> None:
     hooks = SimpleNamespace(together=True, for_nodes=b"", for_processes=b"x")
     loop: Any = SimpleNamespace(later=lambda *_: None)
     nothing: Any = None
+    dispatcher: Any = SimpleNamespace(drain=lambda lane, nested: None)
     preparer = Preparer(
         hooks,  # type: ignore[arg-type]
         loop,
         roster,  # type: ignore[arg-type]
         nothing,
-        drain=lambda lane: None,
-        ready=nothing,
-        failed=nothing,
-        note=nothing,
+        dispatcher,
+        nothing,
     )
     ran: Any = [SimpleNamespace(load=lane.load)]
     lane.preparation.replace()

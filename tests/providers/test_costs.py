@@ -19,8 +19,7 @@ from skyward.nodes.briefing import TTL_GRACE_SECONDS
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
 from skyward.nodes.ledger import Ledger
-from skyward.nodes.reclaims import SPARE_SECONDS
-from skyward.nodes.retries import BOUGHT_IN_VAIN, RETRY_PAUSES
+from skyward.nodes.node import BOUGHT_IN_VAIN, RETRY_PAUSES, SPARE_SECONDS
 from skyward.providers import Order
 from skyward.testing import plain_request
 
@@ -223,7 +222,7 @@ class TestBuyingInVain:
     @pytest.fixture
     def unreachable(self, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
         """A shop whose machines are bought, and never answer."""
-        monkeypatch.setattr("skyward.nodes.retries.RETRY_PAUSES", (0.0, 0.0))
+        monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.0, 0.0))
 
         async def boot() -> None:
             raise sky.UnreachableError("it does not answer")

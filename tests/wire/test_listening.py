@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from skyward.errors import AuthenticationError
-from skyward.nodes.executors import _among
+from skyward.nodes.node import _among
 from skyward.wire.channel import Channel
 from skyward.wire.connecting import connect
 from skyward.wire.identity import CLIENT, Authority, Credentials

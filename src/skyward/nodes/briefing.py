@@ -11,8 +11,7 @@ import time
 from skyward.context import InstanceInfo, Peer
 from skyward.errors import ConfigurationError
 from skyward.nodes.keeper import identity
-from skyward.nodes.node import Node
-from skyward.nodes.roster import Roster
+from skyward.nodes.node import Node, Roster
 from skyward.nodes.spec import PoolSpec
 from skyward.wire.identity import Authority, node_name
 from skyward.wire.messages import Topology

@@ -1,74 +1,85 @@
-"""The fleet: a pool's nodes, and the parts that start, watch, resize and end them."""
+"""The fleet: a pool's nodes, how many there are, what they share, and the pulse of all."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
+from skyward.calls.relays import Relays
+from skyward.calls.standing import Standing
+from skyward.calls.task import Task
 from skyward.console import Console
-from skyward.errors import NodeLostError, PoolError, ProtocolError
-from skyward.events import CostCounted, EventStream
-from skyward.nodes import descriptors
+from skyward.errors import (
+    NodeLostError,
+    PoolClosedError,
+    PoolError,
+    PoolStartError,
+    ProtocolError,
+    SkywardError,
+)
+from skyward.events import CostCounted, EventStream, NodeStarting
+from skyward.nodes import descriptors, provider_loop
 from skyward.nodes.briefing import Briefing
-from skyward.nodes.capacity import Capacity
-from skyward.nodes.contact import Contacts, connecting
+from skyward.nodes.contact import connecting
 from skyward.nodes.deliveries import Deliveries
-from skyward.nodes.ending import Ending
-from skyward.nodes.executors import Executors
-from skyward.nodes.joining import Joining
+from skyward.nodes.host import DESTROY_SECONDS, Host
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.keeper import PoolKeeper, authority_of, new_record, note_pool
 from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.nodes.leaving import leave
 from skyward.nodes.ledger import Ledger
-from skyward.nodes.losses import Losses
-from skyward.nodes.membership import Membership
-from skyward.nodes.node import Node
+from skyward.nodes.node import PING_SECONDS, Node, Roster
 from skyward.nodes.occupancy import check_jobs
 from skyward.nodes.pool_devices import PoolDevices
 from skyward.nodes.preparing import Preparer
-from skyward.nodes.pulse import Pulse
 from skyward.nodes.reaching import Adoption, lock
-from skyward.nodes.reclaims import Reclaims
-from skyward.nodes.roster import Roster
 from skyward.nodes.scaling import Scaler
-from skyward.nodes.services import ServiceDesk
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.standings import Standings
-from skyward.nodes.starts import Starts
-from skyward.nodes.startup import Callbacks, Startup
 from skyward.nodes.sweeping import swept
 from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.nodes.view import NodeView, view_of
+from skyward.providers import Machine, Order
 from skyward.spec import Nodes
-from skyward.wire import messages
-from skyward.wire.frames import Frame
+from skyward.wire.asking import ServiceConnection
 from skyward.wire.identity import CLIENT
 from skyward.wire.messages import (
     DeviceDown,
     DeviceUp,
-    ExecutorDown,
-    ExecutorUp,
     Message,
     NodeEnded,
-    Ping,
     Prepared,
-    Reclaim,
     Usage,
     Written,
 )
+from skyward.worker.config import AgentConfig
 
 BEATS_BETWEEN_COSTS = 20
 """How many beats lie between two events of the cost: 10 s."""
+PINGS_A_BEAT = 250
+"""How many nodes get a heartbeat at one beat, if that is often enough for each of them."""
+BEATS_MOST = 4
+"""How many beats lie between two heartbeats of a node at most: 2 s. A node has 4 s to answer."""
+READY_SECONDS = 120.0
+"""How long a node may take from its machine to its workers."""
+PREPARE_SECONDS = 1800.0
+"""How much longer a start with an image or plugins may take: some download gigabytes."""
 PART_SECONDS = 20.0
 """How long idle executors of a pool that stays have to part from a client: they answer at once,
 but on a busy machine their processors may be taken for seconds, and to replace them costs more."""
+CLOSE_SECONDS = 30.0
+"""How long the end of a pool waits for what its provider still does."""
+RUN_SECONDS = 5.0
+"""How long the end of nodes waits for the ends of their lives, after those of their machines."""
 
 
 class Fleet:
@@ -86,10 +97,12 @@ class Fleet:
         adoption: Adoption | None = None,
     ) -> None:
         """`adoption` is how the fleet comes by the nodes of a pool that stays."""
-        self._events, self._adoption = events, adoption
-        self._id, self._spec = pool_id, spec
-        self._loop, self._dispatcher, self._console = loop, dispatcher, console
-        self._prospects = prospects
+        self.spec = spec
+        self.loop, self.dispatcher, self.prospects = loop, dispatcher, prospects
+        self.console, self.events = console, events
+        self.roster = Roster()
+        self.allocation = spec.provider.allocate(pool_id)
+        self._id, self._adoption = pool_id, adoption
         self._is_here = spec.provider.capabilities.here
         self._opened = False
         """Whether the provider may have been asked for machines."""
@@ -97,158 +110,80 @@ class Fleet:
         self._journal = NoJournal() if ends_with_client else Journal()
         self.ledger = Ledger(lambda: spec.provider.price(spec.request))
         """What the machines cost."""
-        authority = None
+        self._authority = None
         if spec.provider.capabilities.encrypted:
-            authority = authority_of(pool_id, spec, adoption.record if adoption else None)
-        self._credentials = authority.issue(CLIENT) if authority else None
-        self._client = ""
+            self._authority = authority_of(pool_id, spec, adoption.record if adoption else None)
+        self.credentials = self._authority.issue(CLIENT) if self._authority else None
+        self.client = ""
         if spec.keep is not None:
-            self._client = adoption.client if adoption else secrets.token_hex(8)
-        known = adoption.record if adoption else None
-        self._keeper = PoolKeeper(self._make_record, known, self._tell_head)
+            self.client = adoption.client if adoption else secrets.token_hex(8)
+        self.keeper = PoolKeeper(adoption.record if adoption else None)
+        self._kept = dict(adoption.machines) if adoption else {}
         # Executors on one host share memory with the client; over a network they help each other.
-        clustered = authority is not None and spec.options.cluster
-        self._roster = Roster()
+        clustered = self._authority is not None and spec.options.cluster
+        self.relays = Relays() if clustered else None
         self._briefing = Briefing(
-            pool_id, spec, authority, self._roster, clustered=clustered, client=self._client
+            pool_id, spec, self._authority, self.roster, clustered=clustered, client=self.client
         )
-        self.capacity = Capacity(spec, self._roster, self._briefing)
-        """How many tasks the nodes run at once."""
-        self._ending = Ending(loop, dispatcher, self._keeper)
-        self._joining = Joining(self._briefing, console, self._node_ready)
-        contacts = Contacts(loop, dispatcher, console, spec.options.orphan_timeout)
         self.preparer = Preparer(
-            spec.preparations,
-            loop,
-            self._roster,
-            self._briefing,
-            drain=functools.partial(dispatcher.drain, nested=True),
-            ready=self._executor_ready,
-            failed=lambda node, failure: self._losses.plugin_failed(node, failure),
-            note=console.note,
+            spec.preparations, loop, self.roster, self._briefing, dispatcher, console
         )
         """Prepares the workers, and has them form groups."""
-        self.services = ServiceDesk(pool_id, self._roster, self._credentials)
-        """The services of the nodes' agents."""
-        self._startup = Startup(
-            pool_id,
-            spec,
-            self._roster,
-            loop,
-            dispatcher,
-            prospects,
-            console,
-            self._journal,
-            self.ledger,
-            self._briefing,
-            contacts,
-            self.preparer,
-            self._credentials,
-            Callbacks(
-                self._on_control,
-                lambda node, control, why: self._losses.control_ended(node, control, why),
-            ),
-            events,
-            client=self._client,
-            adopting=adoption.machines if adoption else {},
-            keeper=self._keeper,
-            starts=Starts(self._roster, self.services.open),
-            deliver=self._deliver if spec.folders or spec.volumes else None,
-        )
-        self._executors = Executors(
-            pool_id,
-            spec.worker,
-            self.capacity,
-            self._roster,
-            loop,
-            dispatcher,
-            console,
-            contacts,
-            self.preparer,
-            credentials=self._credentials,
-            clustered=clustered,
-            give_up=self._startup.give_up,
-            look=Standings(self.services.open).find,
-        )
-        self._authority = authority
+        self._standings = Standings(self.roster.service)
         self.devices = PoolDevices(
-            pool_id, spec, self._roster, authority, self._credentials, events, console
+            pool_id, spec, self.roster, self._authority, self.credentials, events, console
         )
         """The torch devices of the nodes."""
-        self._usage = UsageDesk(self._ask_node)
-        self.deliveries = Deliveries(spec.folders, spec.volumes, self.services.open)
+        self._usage = UsageDesk(self.roster.tell)
+        self.deliveries = Deliveries(spec.folders, spec.volumes, self.roster.service)
         """The folders that nodes get from the client."""
-        self._losses = Losses(
-            self._roster,
-            loop,
-            dispatcher,
-            prospects,
-            console,
-            self.devices.desk,
-            self.preparer,
-            self._startup,
-        )
-        self._pulse = Pulse(
-            loop,
-            self._roster,
-            contacts,
-            self._losses,
-            spec.options.orphan_timeout,
-            also=self._at_beat,
-        )
-        self._reclaims = Reclaims(
-            self._roster, loop, dispatcher, console, self.devices.desk, self._losses
-        )
-        self._membership = Membership(
-            self._roster,
-            self._startup,
-            dispatcher,
-            prospects,
-            self._briefing,
-            self.preparer,
-            self.capacity,
-            is_slow=not self._is_here or bool(spec.preparations),
-            stop_nodes=self._ending.end,
-        )
-        self._scaler = Scaler(
-            spec.nodes,
-            spec.options,
-            dispatcher,
-            console,
-            grow=self._membership.grow,
-            shrink=self._shrink,
-        )
+        # A node needs a new machine, or plugins, before it is ready.
+        is_slow = not self._is_here or bool(spec.preparations)
+        self._ready_seconds = READY_SECONDS + (PREPARE_SECONDS if is_slow else 0.0)
+        self._resizing = threading.Lock()
+        self._scaler = Scaler(spec.nodes, spec.options, dispatcher)
+        self._shrinking = False
+        """Whether a thread removes an idle node."""
+        self._joining: deque[Node] = deque()
+        """Nodes that all others are about to be told of."""
+        self._telling = threading.Lock()
+        self._beats = 0
+        self._begun = False
+        """Whether the pulse beats: the pool has started."""
 
     @property
     def nodes(self) -> list[Node]:
         """The nodes, by index."""
-        return self._roster.nodes
+        return self.roster.nodes
 
     @property
     def closed(self) -> bool:
         """Whether the pool was taken down."""
-        return self._roster.closed
+        return self.roster.closed
+
+    def service(self, index: int, name: str) -> ServiceConnection:
+        """A connection to a service of a node's agent; the caller closes it."""
+        return self.roster.service(index, name)
+
+    # Starting.
 
     def start(self) -> None:
         """Start all nodes in parallel; raises the first failure that leaves too few nodes."""
-        provider, nodes = self._spec.provider, self._spec.nodes
+        provider, nodes = self.spec.provider, self.spec.nodes
         self._allow_descriptors(nodes.ceiling)
         self._opened = True
         self._journal.open_pool(
-            self._id, self._spec.name, provider.name, provider.describe(), self.ledger.price
+            self._id, self.spec.name, provider.name, provider.describe(), self.ledger.price
         )
         self._need(nodes)
-        self._pulse.ping_while_starting()
-        self._membership.start(nodes.desired, max(nodes.floor, min(1, nodes.desired)))
-        # The addresses of the nodes, and which nodes are there, are known only now.
-        self._briefing.tell_all()
-        self._pulse.begin()
-
-    # Pools that stay.
-
-    def _make_record(self, nodes: list[KeptNode]) -> KeptPool:
-        cost = self.ledger.hourly_cost
-        return new_record(self._id, self._spec, self._authority, self._credentials, cost, nodes)
+        self.loop.later(PING_SECONDS, self._ping_while_starting)
+        added = self._add(nodes.desired)
+        self._await_ready(added, max(nodes.floor, min(1, nodes.desired)))
+        self.roster.begin_serving()
+        for node in added:
+            if node.state == "failed":
+                node.tell_retry()
+        self._begin_pulse()
 
     def attach(self) -> None:
         """Connect to the nodes of a pool that stays; raises if none of them can be reached."""
@@ -257,73 +192,103 @@ class Fleet:
         self._opened = True
         note_pool(self._journal, self._adoption.record)
         self._need(Nodes(1))
-        self._pulse.ping_while_starting()
-        self._membership.attach(sorted(self._adoption.machines))
-        self._briefing.tell_all()
-        self._pulse.begin()
-
-    def keep(self) -> None:
-        """Write the pool's record, and let its nodes stay."""
-        self._keeper.begin(self.nodes)
-
-    def _tell_head(self, message: Message) -> bool:
-        return any(head.tell(message) for head in self.nodes[:1])
-
-    @property
-    def stays(self) -> bool:
-        """Whether the pool stays when this client leaves."""
-        return self._keeper.begun is not None
-
-    @property
-    def record(self) -> KeptPool | None:
-        """The record of a pool that stays."""
-        return self._keeper.begun
-
-    def _node_ready(self, node: Node) -> None:
-        if self.stays:
-            # Not on the loop's thread: the record is a file.
-            connecting.run(functools.partial(self._keeper.add, node))
-
-    def lock(self, *, force: bool) -> contextlib.ExitStack:
-        """Keep other clients from changing the pool; the caller closes what this returns."""
-        held = contextlib.ExitStack()
-        if self.stays:
-            for node in self.nodes:
-                # A pool whose agents do not answer cannot be locked, but can be ended.
-                with contextlib.suppress(NodeLostError):
-                    head = self.services.open(node.index, "clients")
-                    held.enter_context(lock(head, self._spec.name, self._client, force=force))
+        self.loop.later(PING_SECONDS, self._ping_while_starting)
+        added = self._add_nodes(sorted(self._adoption.machines))
+        self._await_ready(added, 1)
+        deadline = time.monotonic() + self._ready_seconds
+        for node in added:
+            while not node.settled.wait(0.1) and not self.closed:
+                if time.monotonic() > deadline:
                     break
-        return held
+        self.roster.begin_serving()
+        self._begin_pulse()
 
-    def _lock_unused(self) -> contextlib.ExitStack:
-        """Lock a pool that loses nodes; `PoolError` if others, a script or a call use it."""
-        with self.lock(force=False) as held:
-            if self.stays:
-                indexes = [node.index for node in self.nodes]
-                check_jobs(self._spec.name, indexes, self.services.open)
-            return held.pop_all()
+    def _need(self, nodes: Nodes) -> None:
+        """Say without how many nodes the pool is of no use, and how many it may have."""
+        needed = max(1, nodes.floor)
+        self.roster.need(needed)
+        self.prospects.need(needed)
+        self.prospects.grow_up_to(0 if nodes.floor else nodes.ceiling)
 
-    def _shrink(self, target: Callable[[int], int]) -> int:
-        """Remove idle nodes, unless they are those of other clients, too."""
-        try:
-            with self._lock_unused():
-                return self._membership.shrink(target)
-        except PoolError:
-            self._scaler.keep()
-            return len(self.nodes)
+    def _allow_descriptors(self, nodes: int) -> None:
+        executors = self._executors_of_a_node()
+        secret = self.credentials is not None
+        more = max(0, nodes - len(self.nodes))
+        count = descriptors.connections(more, executors, encrypted=secret)
+        descriptors.allow(count, nodes, dialled=not self._is_here)
 
-    def detach(self, seconds: float) -> None:
-        """Leave the nodes to other clients: idle executors stay as they are."""
-        self._roster.close()
-        self.devices.desk.close("its client left the pool")
-        leave(self.nodes, self.preparer.entered_by, max(seconds, PART_SECONDS))
-        strays = [node for node in self.nodes if not node.host.stays]
-        self._ending.end(strays, 0)
-        for node in self.nodes:
-            node.stop()
-            self._ending.forget(node)
-        self._startup.close()
+    def _add(self, count: int) -> list[Node]:
+        with self.roster.lock:
+            first = 1 + max((node.index for node in self.nodes), default=-1)
+            return self._add_nodes(range(first, first + count))
+
+    def _add_nodes(self, indexes: Sequence[int]) -> list[Node]:
+        # Under the lock: whoever closes the pool ends these nodes, or none is added.
+        with self.roster.lock:
+            if self.closed:
+                return []
+            together = frozenset(indexes)
+            self.allocation.expect(together)
+            added = [
+                Node(index, self.new_host(index, together=together), self) for index in indexes
+            ]
+            self.roster.add(added)
+        for node in added:
+            node.start()
+        return added
+
+    def _await_ready(self, nodes: list[Node], needed: int) -> None:
+        """Wait until so many of these nodes are ready; raises when too many have failed.
+
+        The wait for a machine has no limit here: it may be in a queue, and its provider says how
+        long it waits. Nor is a node late whose executors come one after the other.
+        """
+        began = time.monotonic()
+        most: dict[int, tuple[int, float]] = {}
+        """How many executors each node had at most, and since when."""
+
+        def is_late(node: Node) -> bool:
+            made, now = node.host.made_at, time.monotonic()
+            count, since = most.get(node.index, (0, began))
+            if len(node.lanes) > count:
+                most[node.index] = len(node.lanes), now
+                return False
+            return made is not None and now > max(since, made) + self._ready_seconds
+
+        while sum(node.serves for node in nodes) < needed:
+            if self.closed:
+                raise PoolClosedError("this pool was closed while it started")
+            failures = [node.failure for node in nodes if node.failure is not None]
+            if len(nodes) - len(failures) < needed:
+                raise failures[0]
+            starting = [node for node in nodes if not node.serves and node.failure is None]
+            late = [node for node in starting if is_late(node)]
+            if late and len(nodes) - len(failures) - len(late) < needed:
+                raise self._lateness(late[0])
+            waiting = [node for node in nodes if not node.settled.is_set()]
+            # Short waits, so that a Ctrl-C and the failure of another node are noticed. For the
+            # last node: with the first, each of many nodes would end a wait, and be counted again.
+            if waiting:
+                waiting[-1].settled.wait(0.1)
+            else:
+                time.sleep(0.01)
+
+    def _lateness(self, node: Node) -> PoolStartError:
+        there = len(node.lanes)
+        expected = there if node.control is None else self.executors_on(node)
+        if there < expected:
+            return PoolStartError(
+                f"node {node.index}: {there} of {expected} worker processes are connected, and in "
+                f"{self._ready_seconds:.0f} s no other came; see what its machine does, and if "
+                "that is too many for it, ask for fewer with sky.Worker(concurrency=...), or for "
+                "threads of one process with executor='thread'"
+            )
+        return PoolStartError(
+            f"node {node.index} was not ready {self._ready_seconds:.0f} s after its machine was "
+            "there; see what its machine does, and try again"
+        )
+
+    # How many nodes there are.
 
     def resize(self, nodes: int | Nodes, *, force: bool) -> None:
         """Change the number of nodes, and with `Nodes` the bounds of an elastic pool as well.
@@ -340,53 +305,416 @@ class Fleet:
         self._allow_descriptors(nodes if isinstance(nodes, int) else nodes.ceiling)
         if isinstance(nodes, int):
             self._scaler.keep()
-            self._membership.resize(nodes, nodes)
-            self._roster.need(min(self._roster.needed, nodes))
-            self._prospects.need(self._roster.needed)
+            self._change_size(nodes, nodes)
+            self.roster.need(min(self.roster.needed, nodes))
+            self.prospects.need(self.roster.needed)
             return
         # First, so that the pool does not meanwhile shrink below its new bounds.
         before = self._scaler.bound(nodes)
-        self._prospects.grow_up_to(0 if nodes.floor else nodes.ceiling)
+        self.prospects.grow_up_to(0 if nodes.floor else nodes.ceiling)
         try:
-            self._membership.resize(nodes.desired, nodes.floor)
+            self._change_size(nodes.desired, nodes.floor)
         except BaseException:
             self._scaler.bound(before)
-            self._prospects.grow_up_to(0 if before.floor else before.ceiling)
+            self.prospects.grow_up_to(0 if before.floor else before.ceiling)
             raise
         self._need(nodes)
 
-    def _allow_descriptors(self, nodes: int) -> None:
-        executors = self.capacity.executors_of_a_node()
-        secret = self._credentials is not None
-        more = max(0, nodes - len(self.nodes))
-        count = descriptors.connections(more, executors, encrypted=secret)
-        descriptors.allow(count, nodes, dialled=not self._is_here)
+    def _change_size(self, count: int, needed: int) -> None:
+        """Grow or shrink to so many nodes; a leaving node first finishes its tasks.
 
-    def _need(self, nodes: Nodes) -> None:
-        """Say without how many nodes the pool is of no use, and how many it may have."""
-        needed = max(1, nodes.floor)
-        self._roster.need(needed)
-        self._prospects.need(needed)
-        self._prospects.grow_up_to(0 if nodes.floor else nodes.ceiling)
+        A pool that does not shrink starts its failed nodes again, and this returns when as many
+        nodes as needed are ready. If they cannot be started, the pool has the nodes it had.
+        """
+        with self._resizing:
+            nodes = self.nodes
+            if count < len(nodes):
+                self._retire(nodes[count:])
+                return
+            for node in nodes:
+                if node.state == "failed":
+                    node.start_again()
+            added = self._add(count - len(nodes))
+            try:
+                self._await_ready([*nodes, *added], needed)
+            except BaseException:
+                self._drop(added)
+                raise
+            self._briefing.tell_all()
 
     def wake(self) -> None:
         """Have at least one node, and wait until it is ready."""
-        if not any(node.joined for node in self.nodes):
+        if any(node.joined for node in self.nodes):
+            return
+        self._scaler.keep()
+        with self._resizing:
+            nodes = self.nodes or self._add(1)
+            with self.roster.lock:
+                failed = [node for node in nodes if node.retries.at_next_call]
+            for node in failed:
+                node.start_again()
+            self._await_ready(nodes, 1)
+
+    def _grow(self, count: int) -> None:
+        """Begin to add nodes until there are so many, unless the user changes the number now."""
+        if self._resizing.acquire(blocking=False):
+            try:
+                self._add(count - len(self.nodes))
+            finally:
+                self._resizing.release()
+
+    def _shrink_idle(self) -> None:
+        try:
+            if self._shrink(self._scaler.target) == 0:
+                self.console.note("the pool has no nodes now; the next call starts one")
+        except SkywardError as problem:
+            self.console.note(f"an idle node could not be removed: {problem}")
+        finally:
+            self._shrinking = False
+
+    def _shrink(self, target: Callable[[int], int]) -> int:
+        """Remove idle nodes, unless they are those of other clients, too; returns how many stay.
+
+        `target` says how many of the present number are to stay; it is asked after a resize by
+        the user has ended.
+        """
+        try:
+            with self._lock_unused(), self._resizing:
+                nodes = self.nodes
+                self._retire(nodes[target(len(nodes)) :])
+        except PoolError:
             self._scaler.keep()
-            self._membership.wake()
+        return len(self.nodes)
+
+    def _retire(self, leaving: list[Node]) -> None:
+        if not leaving:
+            return
+        with self.roster.lock:
+            lanes = [lane for node in leaving for lane in node.lanes.values()]
+            for node in leaving:
+                node.drain()
+                self.prospects.leave(node.index)
+        for lane in lanes:
+            self.dispatcher.drain(lane)
+        self.dispatcher.fail_unrunnable()
+        while any(lane.tasks for lane in lanes if not lane.lost) and not self.closed:
+            time.sleep(0.01)
+        self.roster.remove(leaving)
+        self._briefing.tell_all()
+        self.preparer.regroup()
+        self._end(leaving, 5.0)
+
+    def _drop(self, nodes: list[Node]) -> None:
+        """Remove nodes that were added together and did not all start."""
+        self.roster.remove(nodes)
+        for node in nodes:
+            self.prospects.leave(node.index)
+        self._end(nodes, 0)
+        self.dispatcher.fail_unrunnable()
+        self._briefing.tell_all()
+
+    def lock(self, *, force: bool) -> contextlib.ExitStack:
+        """Keep other clients from changing the pool; the caller closes what this returns."""
+        held = contextlib.ExitStack()
+        if self.stays:
+            for node in self.nodes:
+                # A pool whose agents do not answer cannot be locked, but can be ended.
+                with contextlib.suppress(NodeLostError):
+                    head = self.service(node.index, "clients")
+                    held.enter_context(lock(head, self.spec.name, self.client, force=force))
+                    break
+        return held
+
+    def _lock_unused(self) -> contextlib.ExitStack:
+        """Lock a pool that loses nodes; `PoolError` if others, a script or a call use it."""
+        with self.lock(force=False) as held:
+            if self.stays:
+                indexes = [node.index for node in self.nodes]
+                check_jobs(self.spec.name, indexes, self.service)
+            return held.pop_all()
+
+    # How many tasks the nodes run at once.
+
+    def workers(self) -> list[tuple[int, int]]:
+        """Every (node, worker) that serves or will come back, in rank order."""
+        return [
+            (node.index, worker)
+            for node in self.nodes
+            if node.joined
+            for worker in range(self._briefing.workers_on(node))
+        ]
+
+    def slots(self) -> int:
+        """How many tasks the pool can run at once."""
+        return max(1, len(self.workers()) * self.spec.worker.concurrency)
+
+    def _slots_of_a_node(self) -> int:
+        """How many tasks a node runs at once, or probably will, before there is one."""
+        there = len(self.nodes) - len(self.roster.coming)
+        if there:
+            return -(-self.slots() // there)
+        return self._workers_of_a_node() * self.spec.worker.concurrency
+
+    def executors_on(self, node: Node) -> int:
+        """How many executors a node has."""
+        return self._briefing.workers_on(node) * self._processes
+
+    def _executors_of_a_node(self) -> int:
+        """How many executors a node will probably have, before there is one."""
+        return self._workers_of_a_node() * self._processes
+
+    def _workers_of_a_node(self) -> int:
+        per_node, accelerator = self.spec.worker.per_node, self.spec.accelerator
+        if per_node != "accelerator":
+            return per_node
+        return 1 if accelerator is None else accelerator.count
+
+    @property
+    def _processes(self) -> int:
+        """How many executors a worker has."""
+        worker = self.spec.worker
+        return 1 if worker.executor == "thread" else worker.concurrency
+
+    # The pulse.
+
+    def _ping_while_starting(self) -> None:
+        """Have agents know that the client is there, however long plugins take to start."""
+        if self.closed or self._begun:
+            return
+        self.loop.later(PING_SECONDS, self._ping_while_starting)
+        for node in self.nodes:
+            if node.control is not None:
+                node.ping()
+
+    def _begin_pulse(self) -> None:
+        # The addresses of the nodes, and which nodes are there, are known only now.
+        self._briefing.tell_all()
+        self._begun = True
+        self.loop.later(PING_SECONDS, self._beat)
+
+    def _beat(self) -> None:
+        """Send heartbeats to some nodes, and lose silent ones; then see to the whole pool."""
+        if self.closed:
+            return
+        self.loop.later(PING_SECONDS, self._beat)
+        self._beats += 1
+        nodes = self.nodes
+        between = beats_between_pings(len(nodes), self.spec.options.orphan_timeout)
+        for node in nodes:
+            if node.control is None:
+                continue
+            if (node.index + self._beats) % between == 0:
+                node.ping()
+            reason = node.why_lost()
+            if reason:
+                node.handle_loss(reason)
+        if self.events.listened and self._beats % BEATS_BETWEEN_COSTS == 0:
+            self._tell_cost()
+        self.dispatcher.recall_stuck()
+        self._retry_failed()
+        self._scale()
+
+    def _retry_failed(self) -> None:
+        """Start failed nodes again that have waited long enough, or for a call."""
+        if self.roster.serves:
+            is_called = self.dispatcher.backlog > 0
+            for node in self.nodes:
+                if node.retries.is_due or (node.retries.at_next_call and is_called):
+                    node.start_again()
+
+    def _scale(self) -> None:
+        """Grow or shrink an elastic pool, and free workers that tasks hold while others wait."""
+        count, coming = len(self.nodes), len(self.roster.coming)
+        wanted = self._scaler.look(count, coming=coming, slots=self._slots_of_a_node())
+        if wanted > count and not self._shrinking:
+            self._grow(wanted)
+        elif wanted < count and not self._shrinking:
+            self._shrinking = True
+            threading.Thread(target=self._shrink_idle, name="skyward-scaling", daemon=True).start()
+        may_grow = self._scaler.may_grow(count) or not all(node.joined for node in self.nodes)
+        self.dispatcher.held.look(slots=self.slots(), may_grow=may_grow)
+
+    def _tell_cost(self) -> None:
+        cost, hourly = self.ledger.cost, self.ledger.hourly_cost
+        if cost and hourly is not None:
+            self.events.emit(CostCounted, cost, hourly)
+
+    # What nodes share, and what they tell.
+
+    def new_host(
+        self, index: int, lost: Host | None = None, *, together: frozenset[int] = frozenset()
+    ) -> Host:
+        """A host for a node; `lost` is the one that it replaces."""
+
+        def phase(phase: str) -> None:
+            self.console.phase(index, phase)
+            self.events.emit(NodeStarting, index, phase)
+
+        return Host(
+            self.spec.provider,
+            self.allocation,
+            Order(
+                self._id,
+                index,
+                self.spec.request,
+                tell=phase,
+                note=self.console.note,
+                name=self.spec.name,
+                together=together,
+            ),
+            self._journal,
+            phase=phase,
+            note=self.console.note,
+            lost=lost,
+            ledger=self.ledger,
+        )
+
+    def take_kept(self, index: int) -> tuple[KeptNode, Machine] | None:
+        """The agent and the machine that a node has when the client attaches; None from then on."""
+        return self._kept.pop(index, None)
+
+    def agent_config(self, node: Node) -> AgentConfig:
+        """The configuration that a node's agent starts with."""
+        return self._briefing.agent_config(node, self.dispatcher.packer.cap)
+
+    def has_devices(self, node: Node) -> bool:
+        """Whether a torch device is open on a node."""
+        return self.devices.desk.has_open(node.index)
+
+    def deliver(self, node: Node) -> None:
+        """Give a node that starts the client's files."""
+        self.deliveries.deliver(node.index, lambda what: self.console.phase(node.index, what))
+
+    def find(self, lane: Lane, task: Task) -> Standing:
+        """Where a task is in its code; waits for the node's agent."""
+        return self._standings.find(lane, task)
+
+    def hear(self, node: Node, message: Message) -> None:
+        """Take what an agent tells of other things than its executors and its machine."""
+        match message:
+            case Prepared():
+                self.preparer.node_prepared(node, message.problem)
+            case DeviceUp() | DeviceDown():
+                self.devices.desk.heard(message)
+            case Usage():
+                self._usage.heard(message)
+            case NodeEnded():
+                self.keeper.note_end(node.index, message.by)
+            case Written():
+                self.console.output(
+                    message.text, message.stream, node.index, 0, "", message.transient
+                )
+                self.dispatcher.teller.output(message, node.index, 0, "")
+            case _:
+                raise ProtocolError(f"an agent does not send {type(message).__name__}")
+
+    def agent_up(self, node: Node) -> None:
+        """Prepare a node whose agent is connected."""
+        self.preparer.node_up(node)
+
+    def executor_up(self, node: Node, lane: Lane) -> None:
+        """Prepare an executor that is connected."""
+        self.preparer.lane_up(node, lane)
+
+    def executor_prepared(self, node: Node, lane: Lane, problem: str) -> None:
+        """Take an executor's answer: it has entered the plugins' hooks, or one failed."""
+        self.preparer.lane_prepared(node, lane, problem)
+
+    def executor_lost(self, node: Node, lane: Lane, reason: str) -> None:
+        """Do without an executor."""
+        self.preparer.lane_lost(node, lane, reason)
+
+    def group_lost(self) -> None:
+        """Have the workers form a new group: a member is gone."""
+        self.preparer.regroup()
+
+    def node_joins(self, node: Node) -> None:
+        """Tell all nodes of one whose executors are all prepared, and make it ready then."""
+        self._joining.append(node)
+        connecting.run(self._tell_joining)
+
+    def _tell_joining(self) -> None:
+        """Make nodes known that have come together, all at once: each is told of each other one.
+
+        If another thread does so, it goes on with those that came meanwhile.
+        """
+        while self._joining and self._telling.acquire(blocking=False):
+            try:
+                joined = [self._joining.popleft() for _ in range(len(self._joining))]
+                self._briefing.tell_all()
+                for node in joined:
+                    node.ready_if_prepared()
+            finally:
+                self._telling.release()
+
+    def node_ready(self, node: Node) -> None:
+        """Have a node that has become ready stay, if the pool does."""
+        if self.stays:
+            # Not on the loop's thread: the record is a file.
+            connecting.run(node.stay)
+
+    def node_lost(self, node: Node, reason: str) -> None:
+        """Note that what was open on a node is gone."""
+        self.devices.desk.node_lost(node.index, reason)
+
+    def node_failed(self, node: Node) -> None:
+        """Do without a node that is not started again soon."""
+        self.preparer.node_failed()
+
+    # Pools that stay.
+
+    def keep(self) -> None:
+        """Write the pool's record, and let its nodes stay."""
+        serving = [node for node in self.nodes if node.serves]
+        facts = [node.host.facts(node.index) for node in serving]
+        record = new_record(
+            self._id,
+            self.spec,
+            self._authority,
+            self.credentials,
+            self.ledger.hourly_cost,
+            [each for each in facts if each is not None],
+        )
+        self.keeper.begin(record)
+        wait([node.let_stay(record.idle) for node in serving])
+
+    @property
+    def stays(self) -> bool:
+        """Whether the pool stays when this client leaves."""
+        return self.keeper.begun is not None
+
+    @property
+    def record(self) -> KeptPool | None:
+        """The record of a pool that stays."""
+        return self.keeper.begun
+
+    # Ending.
+
+    def detach(self, seconds: float) -> None:
+        """Leave the nodes to other clients: idle executors stay as they are."""
+        self.roster.close()
+        self.devices.desk.close("its client left the pool")
+        leave(self.nodes, self.preparer.entered_by, max(seconds, PART_SECONDS))
+        self._end([node for node in self.nodes if not node.host.stays], 0)
+        for node in self.nodes:
+            node.stop()
+        wait([node.end_run() for node in self.nodes], RUN_SECONDS)
+        for node in self.nodes:
+            node.forget()
+        self._end_allocation()
 
     def close(self, seconds: float) -> None:
         """End every node, in parallel."""
-        self._roster.close()
+        self.roster.close()
         self.devices.desk.close("its pool was closed")
         # A stopped pool that could not be started is stopped again, with all that it has.
-        spare = bool(self._spec.id) and not self.stays and self._spec.provider.capabilities.stops
-        self._ending.end(self.nodes, seconds, spare=spare)
-        self._startup.close()
+        spare = bool(self.spec.id) and not self.stays and self.spec.provider.capabilities.stops
+        self._end(self.nodes, seconds, spare=spare)
+        self._end_allocation()
         if spare:
             return
-        self._keeper.forget()
-        provider, note = self._spec.provider, self._console.note
+        self.keeper.forget()
+        provider, note = self.spec.provider, self.console.note
         if not self._opened or swept(provider, self._id, self._journal, note):
             self._journal.close_pool(self._id)
 
@@ -396,7 +724,51 @@ class Fleet:
         for node in self.nodes:
             node.host.stop(0)
 
-    # How busy nodes are.
+    def _end_allocation(self) -> None:
+        """End what the provider still does for the pool, after its last node."""
+        with contextlib.suppress(TimeoutError):
+            provider_loop.submit(self.allocation.close()).result(CLOSE_SECONDS)
+
+    def _end(self, nodes: Sequence[Node], seconds: float, *, spare: bool = False) -> None:
+        """End nodes in parallel, also if they would stay; agents have so many seconds to end.
+
+        With `spare`, the machines are not removed.
+        """
+        self.keeper.remove([node.index for node in nodes], self.roster.tell_head)
+        for node in nodes:
+            if spare:
+                node.host.keep()
+            else:
+                node.host.condemn()
+        ends = []
+        for node in nodes:
+            node.stop()
+            node.shut_down()
+            # An agent without a connection was not told to end, and will not end by itself.
+            ends.append(node.host.stop(seconds if node.is_connected else 0))
+        problems = []
+        for end in ends:
+            try:
+                end.result()
+            except Exception as problem:
+                # The other nodes end all the same.
+                problems.append(problem)
+        until = time.monotonic() + DESTROY_SECONDS
+        for node in nodes:
+            node.await_removal(until)
+        # Only now: to cancel a provider's work early would leave it unknown what it has made.
+        wait([node.end_run() for node in nodes], RUN_SECONDS)
+        for node in nodes:
+            node.forget()
+        if problems:
+            raise problems[0]
+
+    # Looking.
+
+    def views(self) -> list[NodeView]:
+        """The nodes as a user sees them."""
+        with self.roster.lock:
+            return [view_of(node) for node in self.nodes]
 
     def usage(self, node: int) -> NodeUsage | None:
         """How busy a node is; None if it does not answer now."""
@@ -406,76 +778,8 @@ class Fleet:
         """How busy these nodes are; those that do not answer in so many seconds are left out."""
         return self._usage.get_all(nodes, seconds)
 
-    def _ask_node(self, index: int, message: Message) -> bool:
-        node = self._roster.get(index)
-        if node is None or not node.serves:
-            return False
-        node.tell(message)
-        return True
 
-    # What agents and executors send.
-
-    def _deliver(self, node: Node) -> None:
-        self.deliveries.deliver(node.index, lambda what: self._console.phase(node.index, what))
-
-    def _on_control(self, node: Node, frame: Frame) -> None:
-        message = messages.decode(frame.kind, frame.meta)
-        node.heartbeats.hear()
-        match message:
-            case Ping():
-                pass
-            case ExecutorUp():
-                connecting.run(functools.partial(self._executors.up, node, message))
-            case ExecutorDown():
-                self._executors.down(node, message)
-            case Prepared():
-                self.preparer.node_prepared(node, message.problem)
-            case DeviceUp() | DeviceDown():
-                self.devices.desk.heard(message)
-            case Usage():
-                self._usage.heard(message)
-            case NodeEnded():
-                self._keeper.note_end(node.index, message.by)
-            case Reclaim():
-                self._reclaims.heard(node, message)
-            case Written():
-                self._console.output(
-                    message.text, message.stream, node.index, 0, "", message.transient
-                )
-                self._dispatcher.teller.output(message, node.index, 0, "")
-            case _:
-                raise ProtocolError(f"an agent does not send {type(message).__name__}")
-
-    def _executor_ready(self, node: Node, lane: Lane) -> None:
-        """Give an executor tasks from now on; after its last executor, the node is ready."""
-        self._dispatcher.add(lane, usable=node.may_get_tasks and not lane.preparation.replaced)
-        expected = self.capacity.executors_on(node)
-        if self._roster.serves and node.join(expected):
-            self._joining.add(node, expected)
-            connecting.run(self._joining.tell)
-        else:
-            self._joining.become_ready(node, expected)
-
-    # At every beat: the cost, tasks behind slow ones or streams, failed nodes, scaling.
-
-    def _at_beat(self, number: int) -> None:
-        if self._events.listened and number % BEATS_BETWEEN_COSTS == 0:
-            self._tell_cost()
-        self._dispatcher.recall_stuck()
-        self._membership.retry_failed()
-        count, coming = len(self.nodes), len(self._roster.coming)
-        self._scaler.look(count, coming=coming, slots=self.capacity.slots_of_a_node())
-        may_grow = self._scaler.may_grow(count) or not all(node.joined for node in self.nodes)
-        self._dispatcher.held.look(slots=self.capacity.slots(), may_grow=may_grow)
-
-    def _tell_cost(self) -> None:
-        cost, hourly = self.ledger.cost, self.ledger.hourly_cost
-        if cost and hourly is not None:
-            self._events.emit(CostCounted, cost, hourly)
-
-    # Looking.
-
-    def views(self) -> list[NodeView]:
-        """The nodes as a user sees them."""
-        with self._roster.lock:
-            return [view_of(node) for node in self.nodes]
+def beats_between_pings(nodes: int, orphan_timeout: float) -> int:
+    """How many beats there are between two heartbeats of a node: more in a large pool."""
+    often = int(orphan_timeout / (4 * PING_SECONDS))
+    return max(1, min(-(-nodes // PINGS_A_BEAT), BEATS_MOST, often))

@@ -6,23 +6,31 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
+import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from skyward.bootstrap import preparation
 from skyward.bootstrap.preparation import Environment
-from skyward.errors import NodeLostError, PoolStartError
+from skyward.errors import ConfigurationError, NodeLostError, PoolStartError
 from skyward.market import Offer
 from skyward.nodes import provider_loop
 from skyward.nodes.child_agent import ChildAgent
+from skyward.nodes.contact import Approach
 from skyward.nodes.detached_agent import DetachedAgent
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.keeping import KeptNode
 from skyward.nodes.ledger import Charge, Ledger
 from skyward.nodes.routes import Routes
 from skyward.providers import Allocation, Machine, Order, Provider
+from skyward.wire.asking import ServiceConnection
+from skyward.wire.connecting import GREETING_SECONDS, connect
+from skyward.wire.identity import Credentials, node_name
+from skyward.wire.messages import Hello
+from skyward.wire.versions import my_versions
 from skyward.worker.config import AgentConfig
 
 SETTLE_SECONDS = 2.0
@@ -34,6 +42,11 @@ LAST_TRY_SECONDS = 5.0
 ALIVE_SECONDS = 10.0
 
 T = TypeVar("T")
+
+
+def not_there(index: int, there: Iterable[int]) -> ConfigurationError:
+    """The error for a node that a pool does not have, or that has no agent now."""
+    return ConfigurationError(f"node {index} is not there; the pool's nodes are {list(there)}")
 
 
 class Host:
@@ -356,6 +369,9 @@ class Host:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # The node's own end, and not that of this host alone.
             raise self._stopped_early() from None
 
     def _refuse_if_stopped(self) -> None:
@@ -377,6 +393,51 @@ class Host:
         if self._routes is None:
             raise NodeLostError(f"node {self._order.node} has no machine now; see `compute.nodes`")
         return self._routes
+
+    @property
+    def name(self) -> str:
+        """The name in the certificate of the node's processes."""
+        return node_name(self._order.pool, self._order.node)
+
+    def approach(
+        self,
+        role: str,
+        endpoint: str,
+        credentials: Credentials | None,
+        *,
+        client: str = "",
+        gone: str = "",
+        patience: float = math.inf,
+        near_seconds: float = GREETING_SECONDS,
+    ) -> Approach:
+        """The attempts to connect to a process of the node at one of its endpoints."""
+        return Approach(
+            endpoint,
+            Hello(self._order.pool, role, versions=my_versions(), pid=os.getpid(), client=client),
+            credentials,
+            self.name,
+            self.routes.dial,
+            gone=gone,
+            patience=patience,
+            near_seconds=near_seconds,
+        )
+
+    def service(self, name: str, credentials: Credentials | None) -> ServiceConnection:
+        """A connection to a service of the agent; the caller closes it."""
+        try:
+            channel, _ = connect(
+                self.routes.choose(self.endpoint),
+                Hello(self._order.pool, f"service-{name}", pid=os.getpid()),
+                credentials,
+                self.name,
+                dial=self.routes.dial,
+            )
+        except (OSError, EOFError) as problem:
+            raise NodeLostError(
+                f"the agent of node {self._order.node} cannot be reached: {problem}; see "
+                "`compute.nodes`"
+            ) from problem
+        return ServiceConnection(channel)
 
     def looks_dead(self) -> bool:
         """Whether the agent or its machine is known to have ended or stopped.

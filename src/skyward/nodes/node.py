@@ -1,34 +1,78 @@
-"""A node as the client sees it: its state, its host, its agent, its lanes.
+"""A node: its state, its host, its agent, its executors, and its life from start to end.
 
-The state is one value. Only the methods of `Node` change it, each from the states that it names,
-under the lock that the nodes of a pool share.
+`Node.run` is a node's life. The state is one value: only the moves change it, each from the states
+that it names, under the lock that the nodes of a pool share.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
+import msgspec
+
+from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
-from skyward.errors import PoolStartError
+from skyward.calls.loop import Loop
+from skyward.calls.prospects import Prospects
+from skyward.calls.relays import Neighbor, Relays
+from skyward.calls.scheduler import Load
+from skyward.calls.standing import Standing
+from skyward.calls.task import Task
+from skyward.console import Console
+from skyward.errors import (
+    NodeLostError,
+    PluginError,
+    PoolStartError,
+    SkywardError,
+    UnavailableError,
+    WorkerDiedError,
+)
 from skyward.events import (
     EventStream,
     NodeChanged,
     NodeFailed,
     NodeLost,
     NodeReady,
+    NodeStarting,
     NodeStopped,
 )
-from skyward.nodes.heartbeats import Heartbeats
-from skyward.nodes.host import Host
-from skyward.nodes.retries import BOUGHT_IN_VAIN, Retries
+from skyward.nodes import provider_loop
+from skyward.nodes.contact import Approach, connecting, in_thread
+from skyward.nodes.failures import may_pass
+from skyward.nodes.host import Host, not_there
+from skyward.nodes.keeper import PoolKeeper, StartLease
+from skyward.nodes.keeping import KeptNode
+from skyward.nodes.reaching import found_machines
+from skyward.nodes.spec import PoolSpec
+from skyward.providers import Allocation, Machine
+from skyward.wire import messages
+from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
-from skyward.wire.messages import Kill, Message, Shutdown
+from skyward.wire.connecting import host_and_port
+from skyward.wire.frames import Frame
+from skyward.wire.identity import Credentials
+from skyward.wire.messages import (
+    ExecutorDown,
+    ExecutorUp,
+    Keep,
+    Kill,
+    Message,
+    Ping,
+    Reclaim,
+    Shutdown,
+)
+from skyward.wire.versions import check_compatible, my_versions
+from skyward.worker.config import AgentConfig
 
 State = Literal[
     "starting", "ready", "reconnecting", "reclaimed", "draining", "lost", "failed", "stopped"
@@ -70,6 +114,29 @@ RETURN_SECONDS = 600.0
 """How long the client tries to start a lost node whose machine is out of reach."""
 RETURN_PAUSES = (1.0, 30.0)
 """The shortest and the longest pause between two attempts to start such a node."""
+RETRY_PAUSES = (5.0, 300.0)
+"""The first and the longest pause before a node that did not start is tried again."""
+BOUGHT_IN_VAIN = 3
+"""After so many machines in a row that were bought and did not become ready, no more are bought."""
+ENDING_SECONDS = 0.1
+ENDING_TRIES = 20
+"""How often the client tries an agent of this machine that ends the connection at once."""
+SILENCE_SECONDS = 4.0
+"""How long an agent may leave a heartbeat unanswered before the client reconnects."""
+NEAR_SECONDS = 60.0
+"""How long an executor on this machine may take to greet: it lives, as its agent has announced it.
+
+It may wait for a processor; there is no second attempt, and with the process its state would go.
+"""
+MANY = 20
+"""For so many executors of a node or more, the console shows how many there are while it starts."""
+REPORT_SECONDS = 2.0
+"""How long the agent's report of an executor's end may take after the end of its connection."""
+LAST_RESULTS_SECONDS = 1.0
+"""After so long without another byte from a dead executor, its tasks count as lost."""
+SPARE_SECONDS = 15.0
+"""How long before a machine is taken back its tasks are given up, so that others can run them."""
+RECLAIM_LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +147,129 @@ class Loss:
     control: Channel | None
 
 
+class Retries:
+    """The starts of one node that failed; the caller holds the node's lock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.failed = 0
+        """How many starts in a row have failed."""
+        self.at: float | None = None
+        """When the failed node is started again; None if it is not, or at the next call."""
+        self.at_next_call = False
+        """Whether the failed node is started again when a call waits for it."""
+        self.may_help = True
+        """Whether the last failure may pass without the user."""
+        self._in_vain = 0
+        self._clock = clock
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether too many machines were bought in vain."""
+        return self._in_vain >= BOUGHT_IN_VAIN
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the node has waited long enough for its next start."""
+        return self.at is not None and self._clock() >= self.at
+
+    def fail(self, *, again: bool, may_help: bool) -> None:
+        """Note that a start has failed; with `again`, the node is started again later."""
+        self.at, self.at_next_call, self.may_help = None, False, may_help
+        if again and not self.exhausted:
+            first, longest = RETRY_PAUSES
+            self.at = self._clock() + min(first * 2**self.failed, longest)
+        self.failed += 1
+
+    def buy_in_vain(self) -> None:
+        """Note that a machine was bought and did not become ready."""
+        self._in_vain += 1
+
+    def await_call(self) -> None:
+        """Start the node again at the next call, and not before."""
+        self.at, self.at_next_call = None, True
+
+    def begin(self) -> None:
+        """Note that the node is started again."""
+        self.at, self.at_next_call = None, False
+        if self.exhausted:
+            # Only the user starts such a node again.
+            self._in_vain = 0
+
+    def succeed(self) -> None:
+        """Note that the node is ready."""
+        self.failed = self._in_vain = 0
+
+
+class NodeFleet(Protocol):
+    """The fleet as its nodes see it: what they share, and what they tell it."""
+
+    spec: PoolSpec
+    allocation: Allocation[Any]
+    roster: Roster
+    loop: Loop
+    dispatcher: Dispatcher
+    prospects: Prospects
+    console: Console
+    events: EventStream
+    keeper: PoolKeeper
+    credentials: Credentials | None
+    client: str
+    """The tenant that this client is, in a pool that stays."""
+    relays: Relays | None
+    """How executors pass on what several of them need; None if they cannot."""
+
+    def new_host(self, index: int, lost: Host | None = None) -> Host:
+        """A host for a node; `lost` is the one that it replaces."""
+
+    def take_kept(self, index: int) -> tuple[KeptNode, Machine] | None:
+        """The agent and the machine that a node has when the client attaches; None from then on."""
+
+    def agent_config(self, node: Node) -> AgentConfig:
+        """The configuration that a node's agent starts with."""
+
+    def executors_on(self, node: Node) -> int:
+        """How many executors a node has."""
+
+    def has_devices(self, node: Node) -> bool:
+        """Whether a torch device is open on a node."""
+
+    def deliver(self, node: Node) -> None:
+        """Give a node that starts the client's files."""
+
+    def find(self, lane: Lane, task: Task) -> Standing:
+        """Where a task is in its code; waits for the node's agent."""
+
+    def hear(self, node: Node, message: Message) -> None:
+        """Take what an agent tells of other things than its executors and its machine."""
+
+    def agent_up(self, node: Node) -> None:
+        """Prepare a node whose agent is connected."""
+
+    def executor_up(self, node: Node, lane: Lane) -> None:
+        """Prepare an executor that is connected."""
+
+    def executor_prepared(self, node: Node, lane: Lane, problem: str) -> None:
+        """Take an executor's answer: it has entered the plugins' hooks, or one failed."""
+
+    def executor_lost(self, node: Node, lane: Lane, reason: str) -> None:
+        """Do without an executor."""
+
+    def node_joins(self, node: Node) -> None:
+        """Tell all nodes of one whose executors are all prepared, and make it ready then."""
+
+    def node_ready(self, node: Node) -> None:
+        """Count on a node that has become ready."""
+
+    def node_lost(self, node: Node, reason: str) -> None:
+        """Note that what was open on a node is gone."""
+
+    def node_failed(self, node: Node) -> None:
+        """Do without a node that is not started again soon."""
+
+    def group_lost(self) -> None:
+        """Have the workers form a new group: a member is gone."""
+
+
 class Node:
     """One node of a pool."""
 
@@ -87,13 +277,12 @@ class Node:
         self,
         index: int,
         host: Host,
-        lock: threading.RLock | None = None,
+        fleet: NodeFleet,
         clock: Callable[[], float] = time.monotonic,
-        events: EventStream | None = None,
     ) -> None:
-        self._events = events or EventStream()
         self.index = index
         self.host = host
+        self._fleet = fleet
         self.control: Channel | None = None
         """The connection to the node's agent."""
         self.lanes: dict[tuple[int, int], Lane] = {}
@@ -109,17 +298,24 @@ class Node:
         """When the node was lost; None while it serves, and before it has served."""
         self.taken_back = ""
         """Why the provider takes the machine back, once it has said so."""
-        self.heartbeats = Heartbeats(clock)
         self.retries = Retries(clock)
         """When the node is started again if its start fails."""
         self._judged: Host | None = None
         """The host that has become ready, or counts as bought in vain."""
         self._state: State = "starting"
-        self._lock = lock or threading.RLock()
+        self._lock = fleet.roster.lock
         self._clock = clock
+        self._heard = clock()
+        """When the agent has sent a message last."""
+        self._asked: float | None = None
+        """Since when a heartbeat is unanswered."""
+        self._pings = 0
         self._ready_since = 0.0
         self._starts = 0
-        self._launch: Future[None] | None = None
+        self._told_out_of_reach = False
+        self._run: asyncio.Task[None] | None = None
+        self._renewed: Future[None] = Future()
+        """Done when the node gets another host, and begins again on it."""
         self._removal: Future[None] | None = None
 
     # The state.
@@ -164,12 +360,12 @@ class Node:
         if allowed:
             assert to in MOVES[self._state], f"{self._state} -> {to}"
             self._state = to
-            if self._events.listened:
-                self._tell(to, why)
+            if self._fleet.events.listened:
+                self._tell_move(to, why)
         return allowed
 
-    def _tell(self, state: State, why: str) -> None:
-        emit, host = self._events.emit, self.host
+    def _tell_move(self, state: State, why: str) -> None:
+        emit, host = self._fleet.events.emit, self.host
         match state:
             case "starting":
                 pass  # the start tells its phases
@@ -190,7 +386,7 @@ class Node:
             if self._state != "starting":
                 return False
             self.control = control
-            self.heartbeats.hear()
+            self._hear_agent()
             return True
 
     def join(self, executors: int) -> bool:
@@ -229,7 +425,7 @@ class Node:
     def reconnect(self) -> bool:
         """Note that the agent is within reach again."""
         with self._lock:
-            self.heartbeats.hear()
+            self._hear_agent()
             return self._move("ready", "reconnecting")
 
     def reclaim(self, reason: str) -> bool:
@@ -329,17 +525,21 @@ class Node:
             if self._state == "failed":
                 self.retries.await_call()
 
-    def start_again(self, host: Callable[[Host], Host]) -> bool:
-        """Mark a lost or failed node as starting, on a new host made from the old one."""
+    def start_again(self) -> bool:
+        """Begin to start a lost or failed node on a new host; False if it leaves the pool."""
         with self._lock:
-            if not self._move("starting", "lost", "failed"):
+            # Without the lock, the end of the pool might stop only the old host.
+            if self._fleet.roster.closed or not self._move("starting", "lost", "failed"):
                 return False
-            self.host = host(self.host)
+            self.host = self._fleet.new_host(self.index, self.host)
             self.prepared = False
             self.failure = None
             self.retries.begin()
             self.settled.clear()
-            return True
+            self._fleet.prospects.expect(self.index)
+            renewed, self._renewed = self._renewed, Future()
+        renewed.set_result(None)
+        return True
 
     def stop(self) -> None:
         """Mark the node as stopped: it has left the pool, or the pool is closed."""
@@ -347,17 +547,372 @@ class Node:
             self._move("stopped")
             self.settled.set()
 
-    # Starting and ending its host.
+    # Its life.
 
-    def launch(self, bring_up: Callable[[Node], Future[None]]) -> None:
-        """Begin to start the node."""
-        with self._lock:
-            self._launch = bring_up(self)
+    def start(self) -> None:
+        """Begin the life of a new node."""
+        self._fleet.prospects.expect(self.index)
+        provider_loop.submit(self.run()).add_done_callback(_show_failure)
+
+    async def run(self) -> None:
+        """Live, on the providers' loop, until the node leaves the pool and this is cancelled.
+
+        The node gets a machine and an agent on it, or finds them. The agent starts executors, and
+        with the last of them the node is ready. It serves until it is lost; a node that is lost,
+        or did not start and is tried again, gets another host and begins again.
+        """
+        self._run = asyncio.current_task()
+        while True:
+            host, pause = self.host, None
+            try:
+                self._phase("starting")
+                if (removal := self.begin_start()) is not None:
+                    await asyncio.wait([asyncio.wrap_future(removal)])
+                if not await self._finds_agent(host):
+                    await self._make_agent(host)
+            except Exception as problem:
+                # Any exception of a provider: nothing else would notice that it never starts.
+                pause = await in_thread(self._start_failed, host, problem)
+            finally:
+                self._fleet.allocation.expect_no_more(self.index)
+            if pause is not None:
+                await asyncio.sleep(pause)
+                self.start_again()
+            # From here on, the agent's messages and the pulse of the fleet say what happens.
+            await self._another_host(host)
 
     def begin_start(self) -> Future[None] | None:
         """Count a start; the machine that is being removed must go first: both have one name."""
         self._starts += 1
         return self._removal
+
+    async def _finds_agent(self, host: Host) -> bool:
+        """Whether the node's agent runs already, in a pool that stays, and is connected now.
+
+        If it was lost and is known to be gone, the node has to be started anew.
+        """
+        first = self._fleet.take_kept(self.index)
+        found = first or host.former
+        if found is None:
+            return False
+        if first is None:
+            self._fleet.keeper.check_expected(self.index)
+        problem = await self._adopt(host, *found)
+        if problem is not None and first is not None:
+            raise PoolStartError(f"node {self.index}: its agent is gone ({problem})")
+        return problem is None
+
+    async def _make_agent(self, host: Host) -> None:
+        """Have a machine made and prepared, launch the agent on it, and connect to it.
+
+        Of several clients that have lost a node, one does so, and the others find its agent.
+        """
+        keeper = self._fleet.keeper
+        async with keeper.starting(self.index, self._others, self._is_starting) as lease:
+            if await self._finds_agent_of(lease, host):
+                return
+            if host.may_return:
+                self._phase("creating")
+            await host.prepare()
+            await host.start(self._fleet.agent_config(self))
+            self._phase("connecting")
+            await in_thread(self._connect, host)
+            if lease.record is not None:
+                await in_thread(self.stay)
+                await lease.tell(host.facts(self.index))
+
+    async def _finds_agent_of(self, lease: StartLease, host: Host) -> bool:
+        """Whether another client has started the node meanwhile, and its agent is connected now."""
+        record, former = lease.record, host.former
+        if record is None:
+            return False
+        if lease.last is not None and (former is None or lease.last != former[0]):
+            # A client on another machine, whose record this one does not see.
+            others = [each for each in record.nodes if each.index != self.index]
+            record = msgspec.structs.replace(record, nodes=[*others, lease.last])
+        recorded = record.node(self.index)
+        if former is not None:
+            self._fleet.keeper.check_expected(self.index)
+        if recorded is None or (former is not None and recorded == former[0]):
+            return False
+        machines = await in_thread(found_machines, record, self._fleet.spec.provider)
+        found = machines.get(self.index)
+        return found is not None and await self._adopt(host, *found) is None
+
+    async def _adopt(self, host: Host, kept: KeptNode, machine: Machine) -> Exception | None:
+        """Connect to an agent that runs; returns the problem if the agent has ended."""
+        tries = ENDING_TRIES
+        while True:
+            try:
+                await host.adopt(kept, machine)
+                await in_thread(self._connect, host, adopted=True)
+                return None
+            except (OSError, EOFError, PoolStartError) as problem:
+                ends = isinstance(problem, (ConnectionResetError, BrokenPipeError, EOFError))
+                tries -= 1
+                if not ends or host.may_return or not tries:
+                    if await _is_over(host, problem):
+                        return problem
+                    raise
+            # An agent that was killed a moment ago: soon nobody listens there.
+            await asyncio.sleep(ENDING_SECONDS)
+
+    def _connect(self, host: Host, *, adopted: bool = False) -> None:
+        fleet = self._fleet
+        approach = host.approach(
+            "control",
+            host.routes.choose(host.endpoint),
+            fleet.credentials,
+            client=fleet.client,
+            gone="its agent is gone",
+        )
+        control, welcome = approach.attempt()
+        if not self.connect(control):
+            control.close()
+            raise PoolStartError(f"node {self.index} was stopped while it started")
+        self._told_out_of_reach = False
+        control.on_change(
+            lambda connected: fleet.loop.call_soon(lambda: self._link_changed(control, connected))
+        )
+        for warning in check_compatible(my_versions(), welcome.versions, f"node {self.index}"):
+            fleet.console.note(warning)
+        self._phase("starting workers")
+        # An agent that was adopted has its files: another client gave them to it.
+        brings_files = not adopted and bool(fleet.spec.folders or fleet.spec.volumes)
+        if not brings_files:
+            fleet.agent_up(self)
+        fleet.loop.watch(control, self._hear, lambda problem: self._control_ended(control, problem))
+        if brings_files:
+            fleet.deliver(self)
+            if self.control is control:
+                fleet.agent_up(self)
+
+    def _phase(self, phase: str) -> None:
+        self._fleet.console.phase(self.index, phase)
+        self._fleet.events.emit(NodeStarting, self.index, phase)
+
+    def _is_starting(self) -> bool:
+        return self._state == "starting"
+
+    def _others(self) -> dict[int, Callable[[], ServiceConnection]]:
+        """How to ask the other agents that are connected, by the indexes of their nodes."""
+        others = [node for node in self._fleet.roster.nodes if node is not self]
+        return {
+            node.index: functools.partial(node.service, "clients")
+            for node in others
+            if node.is_connected
+        }
+
+    async def _another_host(self, host: Host) -> None:
+        """Wait until the node has another host than this one."""
+        with self._lock:
+            renewed = self._renewed if self.host is host else None
+        if renewed is not None:
+            await asyncio.wrap_future(renewed)
+
+    def end_run(self) -> Future[None]:
+        """Begin to end the node's life; the future is done when it has ended."""
+        return provider_loop.submit(self._end_run())
+
+    async def _end_run(self) -> None:
+        if self._run is not None:
+            self._run.cancel()
+            await asyncio.wait([self._run])
+
+    # Failures of its start.
+
+    def _start_failed(self, host: Host, problem: Exception) -> float | None:
+        """Give a start up; returns after which pause it is tried again, if that is soon."""
+        if self.host is not host:
+            # The node was lost meanwhile, and is started on another host.
+            return None
+        out_of_reach = isinstance(problem, (OSError, EOFError))
+        if isinstance(problem, SkywardError):
+            failure: Exception = problem
+        elif out_of_reach:
+            failure = PoolStartError(
+                f"node {self.index} cannot be reached: {problem}; see that its machine is up, "
+                "and that this one may connect to it"
+            )
+        else:
+            failure = PoolStartError(
+                f"node {self.index} did not start: {problem!r}; this is a defect of its provider"
+            )
+            failure.__cause__ = problem
+            self.give_up(failure, may_help=False)
+            return None
+        pause = self.return_pause(failure) if out_of_reach else None
+        if pause is None:
+            self.give_up(failure)
+        return pause
+
+    def return_pause(self, failure: Exception) -> float | None:
+        """The pause before a lost node that is out of reach is tried again; None if it is not."""
+        pause = None if self._fleet.roster.closed else self.await_return()
+        if pause is None:
+            return None
+        if not self._told_out_of_reach:
+            self._told_out_of_reach = True
+            self._fleet.console.note(
+                f"node {self.index} is out of reach: {failure}; it is tried again for "
+                f"{RETURN_SECONDS / 60:g} minutes"
+            )
+        self._phase("out of reach")
+        return pause
+
+    def give_up(self, failure: BaseException, *, may_help: bool = True) -> None:
+        """Give a start up; a node that has never been ready is started again later.
+
+        So is a node whose machine the provider does not have at the moment. Without `may_help`,
+        waiting is in vain, whatever the failure is.
+        """
+        fleet, roster = self._fleet, self._fleet.roster
+        may_come = isinstance(failure, UnavailableError)
+        may_help = may_help and may_pass(failure)
+        with self._lock:
+            is_missed = not roster.closed and not self.leaves
+            served = self.lost_since is not None
+            if served and is_missed:
+                failure = PoolStartError(
+                    f"node {self.index} was lost and did not come back: {failure}"
+                )
+            first = self.retries.failed == 0
+            failed = self.fail(failure, retry=may_come or not self.joined, may_help=may_help)
+            # Under the same lock: a caller who sees the failure may call again at once.
+            given_up = self.retries.at is None
+            awaits_call = failed and roster.awaits_call()
+            control, lanes = self.release()
+        self._drop(control, lanes, str(failure))
+        self.remove_machine()
+        if any(lane.preparation.begun for lane in lanes):
+            fleet.group_lost()
+        if not failed:
+            return
+        failure = self.failure or failure
+        fleet.console.phase(self.index, "failed")
+        if given_up:
+            self._tell_given_up(failure)
+        if awaits_call:
+            fleet.console.note(f"no node could be started: {failure}; the next call tries again")
+            fleet.dispatcher.fail_waiting(failure)
+        elif not given_up and roster.serves and first:
+            self.tell_retry()
+        fleet.dispatcher.fail_unrunnable()
+        fleet.node_failed(self)
+
+    def _tell_given_up(self, failure: BaseException) -> None:
+        """Tell the user, and the tasks that wait, that the node will not be started again."""
+        if not self._fleet.roster.closed:
+            self._fleet.console.note(str(failure))
+        self._fleet.prospects.fail(self.index, failure, alike=self.retries.exhausted)
+
+    def tell_retry(self) -> None:
+        """Tell the user once that the node is missing and will be started again."""
+        self._fleet.console.note(
+            f"node {self.index} could not be started: {self.failure}; it is tried again, "
+            "less and less often"
+        )
+
+    # Its losses.
+
+    def plugin_failed(self, failure: PluginError) -> None:
+        """Lose the node because a plugin's hook failed there, or too often in its workers."""
+        if self._state == "starting":
+            self.give_up(failure)
+        else:
+            self._fleet.console.note(str(failure))
+            self.handle_loss(str(failure))
+
+    def handle_loss(self, reason: str) -> None:
+        """Lose the whole node: its tasks fail or are retried, and it is started again."""
+        fleet, roster = self._fleet, self._fleet.roster
+        with self._lock:
+            if roster.closed:
+                return
+            served = self.joined
+            if self._state == "reclaimed":
+                reason = f"its machine was taken back ({self.taken_back})"
+            loss = self.lose(reason)
+        if loss is None:
+            return
+        fleet.console.phase(self.index, "lost")
+        fleet.node_lost(self, f"node {self.index} was lost: {reason}")
+        advice = "call again, or have `retries` do that"
+        if self._state == "failed" and served:
+            advice = "it was lost too often to be started anew: enter a new Compute"
+        if self._state == "failed" and self.failure is not None and self.retries.at is None:
+            self._tell_given_up(self.failure)
+        elif self._state == "lost":
+            fleet.console.note(f"node {self.index} was lost: {reason}; it is started anew")
+        self._drop(loss.control, loss.lanes, f"{reason}; {advice}")
+        for lane in loss.lanes:
+            fleet.executor_lost(self, lane, reason)
+        # Counted last: a caller that sees the count relies on no task being sent there any more.
+        fleet.dispatcher.counts.nodes_lost += 1
+        if self._state == "failed":
+            fleet.dispatcher.fail_unrunnable()
+            fleet.node_failed(self)
+        elif self._state == "lost":
+            self.start_again()
+
+    def _drop(self, control: Channel | None, lanes: Iterable[Lane], reason: str) -> None:
+        """Read these connections no more; the tasks of the executors fail or are retried."""
+        if control is not None:
+            self._fleet.loop.forget(control)
+        for lane in lanes:
+            self._fleet.loop.forget(lane.channel)
+            self._fleet.dispatcher.lose(
+                lane, lambda task: NodeLostError(f"{task.name} lost node {self.index}: {reason}")
+            )
+
+    def handle_reclaim(self, notice: Reclaim) -> None:
+        """Let the node's tasks finish: the provider takes its machine back.
+
+        Called on the loop's thread. The node is then started again on another machine.
+        """
+        if self.control is not None:
+            deadline = self._clock() + max(0.0, notice.seconds - SPARE_SECONDS)
+            self._begin_reclaim(self.control, notice, deadline)
+
+    def _begin_reclaim(self, control: Channel, notice: Reclaim, deadline: float) -> None:
+        fleet = self._fleet
+        if fleet.roster.closed or self.control is not control:
+            return
+        if self._state == "starting":
+            # Its start may succeed or fail as any other; a ready node can be replaced.
+            fleet.loop.later(
+                RECLAIM_LOOK_SECONDS, lambda: self._begin_reclaim(control, notice, deadline)
+            )
+            return
+        with self._lock:
+            if not self.reclaim(notice.reason):
+                return
+            lanes = list(self.lanes.values())
+        fleet.console.note(
+            f"node {self.index} is taken back in {notice.seconds:.0f} s ({notice.reason}): it gets "
+            "no more tasks and is replaced"
+        )
+        fleet.console.phase(self.index, "taken back")
+        for lane in lanes:
+            fleet.dispatcher.drain(lane)
+            fleet.dispatcher.recall(lane)
+        self._look_reclaimed(control, deadline)
+
+    def _look_reclaimed(self, control: Channel, deadline: float) -> None:
+        """Replace the node when it has no tasks any more, or no time for them."""
+        if self._fleet.roster.closed or self.control is not control or self._state != "reclaimed":
+            return
+        is_used = self._fleet.has_devices(self) or any(
+            lane.tasks for lane in list(self.lanes.values())
+        )
+        if is_used and self._clock() < deadline:
+            self._fleet.loop.later(
+                RECLAIM_LOOK_SECONDS, lambda: self._look_reclaimed(control, deadline)
+            )
+        else:
+            self.handle_loss(self.taken_back)
+
+    # Its end.
 
     def remove_machine(self) -> None:
         """Begin to remove the machine; the next start, and the end of the node, wait for that."""
@@ -371,12 +926,113 @@ class Node:
         if self._removal is not None:
             wait([self._removal], max(0.0, until - time.monotonic()))
 
-    def await_launch(self, until: float) -> None:
-        """Wait for the end of the start of the node, or until that time."""
-        if self._launch is not None:
-            wait([self._launch], max(0.0, until - time.monotonic()))
+    def stay(self) -> None:
+        """Let a node of a pool that stays be on its record, and stay when this client leaves."""
+        facts = self.host.facts(self.index)
+        keeper = self._fleet.keeper
+        record = keeper.add(facts, self._fleet.roster.tell_head) if facts is not None else None
+        if record is not None:
+            wait([self.let_stay(record.idle)])
 
-    # Its agent and executors.
+    def let_stay(self, idle: float) -> Future[None]:
+        """Let the node stay when this client leaves, and end after so many seconds without any."""
+        self.host.keep()
+        self.tell(Keep(idle))
+        return self.host.after_start()
+
+    def forget(self) -> None:
+        """Use the node no more: its connections are not read, and tasks that it had fail."""
+        fleet = self._fleet
+        if self.control is not None:
+            fleet.loop.forget(self.control)
+        for lane in list(self.lanes.values()):
+            fleet.loop.forget(lane.channel)
+            fleet.dispatcher.lose(
+                lane,
+                lambda task: NodeLostError(
+                    f"{task.name} was on node {self.index}, which was stopped; call it again"
+                ),
+            )
+
+    # Its agent.
+
+    def _hear(self, frame: Frame) -> None:
+        """Take what the agent sends, on the loop's thread."""
+        message = messages.decode(frame.kind, frame.meta)
+        self._hear_agent()
+        match message:
+            case Ping():
+                pass
+            case ExecutorUp():
+                connecting.run(functools.partial(self._executor_up, message))
+            case ExecutorDown():
+                self._executor_down(message)
+            case Reclaim():
+                self.handle_reclaim(message)
+            case _:
+                self._fleet.hear(self, message)
+
+    def _control_ended(self, control: Channel, problem: BaseException) -> None:
+        """Lose the node: its agent's connection has ended for good."""
+        if self.control is control:
+            self.handle_loss(str(problem) if control.resumes else "its agent is gone")
+
+    def _link_changed(self, control: Channel, connected: bool) -> None:
+        """Take note that the connection to the agent was lost, or was made again."""
+        console = self._fleet.console
+        if self.control is not control or self._state == "stopped" or control.expects_end:
+            return
+        if connected:
+            self.reconnect()
+            console.phase(self.index, self._state)
+        else:
+            self.disconnect()
+            console.note(f"node {self.index}: connection lost, reconnecting")
+            console.phase(self.index, "reconnecting")
+
+    def _hear_agent(self) -> None:
+        """Note that the agent has sent a message."""
+        self._heard = self._clock()
+        self._asked = None
+
+    def ping(self) -> None:
+        """Send a heartbeat; the answer is awaited from now on."""
+        if self.is_connected:
+            self._pings += 1
+            self._asked = self._asked or self._clock()
+            self.tell(Ping(self._pings))
+
+    def why_lost(self) -> str:
+        """Why the node counts as lost; empty if it does not. Called at every beat."""
+        control = self.control
+        if control is None:
+            return ""
+        now, patience = self._clock(), self._fleet.spec.options.orphan_timeout
+        silence = now - self._heard
+        unanswered = 0.0 if self._asked is None else now - self._asked
+        quiet = unanswered > QUIET_SECONDS
+        cut_off = control.resumes and not control.connected
+        dead = (quiet or cut_off) and self.host.looks_dead()
+        if not control.resumes:
+            return "it has stopped answering" if dead or silence > LOST_SECONDS else ""
+        # The agent's last message from the client is a little older than the client's last message
+        # from the agent.
+        if silence > patience or (dead and silence > patience - 2 * PING_SECONDS):
+            return (
+                f"there was no contact for {patience:g} s (orphan_timeout), "
+                "after which a node ends itself"
+            )
+        if dead:
+            return "its agent is gone"
+        if control.connected and unanswered > SILENCE_SECONDS:
+            # If the agent's connection is dead, those of the executors probably are, too.
+            for channel in (control, *(lane.channel for lane in list(self.lanes.values()))):
+                channel.reconnect()
+        return ""
+
+    def service(self, name: str) -> ServiceConnection:
+        """A connection to a service of the agent; the caller closes it."""
+        return self.host.service(name, self._fleet.credentials)
 
     @property
     def is_connected(self) -> bool:
@@ -432,7 +1088,295 @@ class Node:
             del self.lanes[lane.worker, lane.slot]
             return True
 
-    def ping(self) -> None:
-        """Send a heartbeat."""
-        if self.is_connected:
-            self.tell(self.heartbeats.ask())
+    # Its executors.
+
+    def _executor_up(self, up: ExecutorUp) -> None:
+        """Connect to an executor that the agent has announced; waits for the first attempt."""
+        near = self.host.routes.near(up.endpoint)
+        approach = self.host.approach(
+            "data",
+            near or self.host.routes.choose(up.endpoint),
+            None if near else self._fleet.credentials,
+            near_seconds=NEAR_SECONDS,
+        )
+        self._attempt(up, approach, self.control)
+
+    def _attempt(self, up: ExecutorUp, approach: Approach, control: Channel | None) -> None:
+        try:
+            channel, _ = approach.attempt()
+        except (OSError, EOFError, SkywardError) as problem:
+            pause, closed = approach.pause_after(problem), self._fleet.roster.closed
+            persists = not closed and self.control is control is not None
+            if pause is not None and persists:
+                # Not on this thread: many nodes may be out of reach at a time.
+                connecting.later(pause, lambda: self._attempt(up, approach, control))
+            elif not closed and self._state == "starting":
+                self.give_up(self._unreachable(approach, problem))
+            elif not closed:
+                # The agent starts a new executor, and the client then connects to that one.
+                self.tell(Kill(up.worker, up.slot, up.pid, f"it was unreachable: {problem}"))
+            return
+        self._use_executor(up, channel)
+
+    def _unreachable(self, approach: Approach, problem: Exception) -> PoolStartError:
+        if approach.is_within_host:
+            there, all_of_them = len(self.lanes), self._fleet.executors_on(self)
+            return PoolStartError(
+                f"node {self.index}: {there} of {all_of_them} worker processes are connected, and "
+                f"another does not answer: {problem}; if that is too many for this machine, ask "
+                "for fewer with sky.Worker(concurrency=...), or for threads of one process with "
+                "executor='thread'"
+            )
+        return PoolStartError(
+            f"node {self.index}: its worker cannot be reached, though its agent can: "
+            f"{problem}; if a firewall is in between, let all ports through, or use "
+            "sky.SSH(..., direct=False), which takes that of SSH alone"
+        )
+
+    def _use_executor(self, up: ExecutorUp, channel: Channel) -> None:
+        fleet, worker = self._fleet, self._fleet.spec.worker
+        if channel.shares_memory:
+            fleet.dispatcher.packer.share()
+        capacity = worker.concurrency if worker.executor == "thread" else 1
+        address = _among(up.endpoint, self.host.address)
+        lane = Lane(
+            Load(self.index, up.worker, up.slot, capacity, open=False),
+            channel,
+            fleet.dispatcher.packer.store,
+            pid=up.pid,
+            port=up.port,
+            neighbor=Neighbor(address, self.host.name),
+            relays=fleet.relays,
+            kill=self.kill,
+            look=fleet.find,
+            on_release=fleet.dispatcher.note_release,
+            on_prepared=functools.partial(fleet.executor_prepared, self),
+        )
+        lane.preparation.group = up.group
+        if fleet.roster.closed or not self.add_lane(lane):
+            channel.close()
+            return
+        self._show_progress()
+        channel.on_change(
+            lambda connected: fleet.loop.call_soon(lambda: self._lane_changed(lane, connected))
+        )
+        fleet.loop.watch(
+            channel,
+            functools.partial(fleet.dispatcher.receive, lane),
+            lambda problem: self._lane_ended(lane, problem),
+        )
+        fleet.executor_up(self, lane)
+
+    def _show_progress(self) -> None:
+        """Show how many of the executors are there, at every tenth, if they are many."""
+        count, expected = len(self.lanes), self._fleet.executors_on(self)
+        tenth = count * 10 // expected > (count - 1) * 10 // expected
+        if expected >= MANY and count < expected and tenth and self._state == "starting":
+            self._fleet.console.phase(self.index, f"starting workers: {count} of {expected}")
+
+    def executor_ready(self, lane: Lane) -> None:
+        """Give an executor tasks from now on; after its last executor, the node is ready."""
+        usable = self.may_get_tasks and not lane.preparation.replaced
+        self._fleet.dispatcher.add(lane, usable=usable)
+        if self._fleet.roster.serves and self.join(self._fleet.executors_on(self)):
+            self._fleet.node_joins(self)
+        else:
+            self.ready_if_prepared()
+
+    def ready_if_prepared(self) -> None:
+        """Make the node ready if all of its executors are prepared."""
+        if self.become_ready(self._fleet.executors_on(self)):
+            self._fleet.console.phase(self.index, "ready")
+            self._fleet.node_ready(self)
+
+    def _lane_changed(self, lane: Lane, connected: bool) -> None:
+        """Pause an executor that is cut off, unless its process has ended."""
+        if connected:
+            self._fleet.dispatcher.resume(lane)
+        else:
+            self._fleet.dispatcher.pause(lane)
+            if lane.end_reason:
+                self.lose_executor(lane, lane.end_reason)
+
+    def _lane_ended(self, lane: Lane, problem: BaseException) -> None:
+        """Handle the end of a connection; the agent reports why, unless it is gone, too."""
+        if lane.lost or self._fleet.roster.closed:
+            return
+        self._fleet.dispatcher.drain(lane)
+        resumes = lane.channel.resumes
+        lane.close()
+        if resumes:
+            # The process waits for the client to reconnect, but the client will not reconnect.
+            self.kill(lane, f"its connection was given up: {problem}")
+        if lane.end_reason:
+            self.lose_executor(lane, lane.end_reason)
+            return
+        # If no report comes, the link itself broke.
+        self._fleet.loop.later(
+            REPORT_SECONDS, lambda: self.lose_executor(lane, "its connection was lost")
+        )
+
+    def _executor_down(self, down: ExecutorDown) -> None:
+        """Handle the agent's report that an executor has ended."""
+        lane = self.lanes.get((down.worker, down.slot))
+        if lane is not None and lane.pid == down.pid:
+            # Results that the executor sent before it ended come before the end of its connection,
+            # unless a process that it left behind keeps the connection open.
+            lane.process_ended(down.reason)
+            if lane.lost or lane.channel.exhausted:
+                self._fleet.loop.later(0.0, lambda: self.lose_executor(lane, down.reason))
+            else:
+                self._lose_after_results(lane, down.reason)
+        if not down.restarting:
+            failure = PoolStartError(
+                f"node {self.index} worker {down.worker} cannot run: {down.reason}"
+            )
+            if self._state == "starting":
+                self.give_up(failure)
+            else:
+                self._fleet.console.note(str(failure))
+        elif self._state == "starting" and lane is None:
+            self._fleet.console.note(f"node {self.index}: worker {down.worker}: {down.reason}")
+
+    def _lose_after_results(self, lane: Lane, reason: str) -> None:
+        """Remove an executor that is gone once nothing comes of it any more."""
+        received = lane.channel.bytes_received
+
+        def look() -> None:
+            if lane.lost or lane.channel.bytes_received == received:
+                self.lose_executor(lane, reason)
+            else:
+                self._lose_after_results(lane, reason)
+
+        self._fleet.loop.later(LAST_RESULTS_SECONDS, look)
+
+    def lose_executor(self, lane: Lane, reason: str) -> None:
+        """Remove an executor that is gone; its tasks fail or are retried."""
+        if not self.remove_lane(lane):
+            return
+        fleet = self._fleet
+        if lane.tasks:
+            fleet.dispatcher.counts.workers_died += 1
+        fleet.executor_lost(self, lane, reason)
+        fleet.loop.forget(lane.channel)
+        fleet.dispatcher.lose(
+            lane,
+            lambda task: WorkerDiedError(f"{task.name} lost its worker on {lane.where}: {reason}"),
+        )
+
+
+async def _is_over(host: Host, problem: Exception) -> bool:
+    """Whether a failure to connect says that the agent has ended, or its machine has."""
+    if isinstance(problem, (ConnectionRefusedError, FileNotFoundError)):
+        return True
+    return await host.is_over()
+
+
+def _show_failure(run: Future[None]) -> None:
+    """Show an error of Skyward itself: nobody else looks at it."""
+    if not run.cancelled() and (problem := run.exception()) is not None:
+        traceback.print_exception(problem, file=sys.stderr)
+
+
+def _among(endpoints: str, address: str) -> str:
+    """The endpoint of an executor that has its node's address for other nodes."""
+    wanted = address.removeprefix("[").removesuffix("]")
+    places = (each for each in endpoints.split() if each.startswith("tcp:"))
+    return next((each for each in places if host_and_port(each)[0] == wanted), "")
+
+
+class Roster:
+    """The nodes of a pool, in the order of their indexes."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Guards the list of nodes and their states."""
+        self.nodes: list[Node] = []
+        self.closed = False
+        self.needed = 1
+        """How many nodes the pool needs at least."""
+        self._serves = False
+
+    def need(self, count: int) -> None:
+        """Set how many nodes the pool needs at least."""
+        self.needed = count
+
+    def add(self, nodes: list[Node]) -> None:
+        """Add nodes that will be started."""
+        with self.lock:
+            self.nodes = [*self.nodes, *nodes]
+
+    def remove(self, nodes: list[Node]) -> None:
+        """Remove nodes that have left."""
+        with self.lock:
+            leaving = set(nodes)
+            self.nodes = [node for node in self.nodes if node not in leaving]
+
+    def get(self, index: int) -> Node | None:
+        """The node of that index."""
+        nodes = self.nodes
+        if 0 <= index < len(nodes) and nodes[index].index == index:
+            # As usual: only a pool from whose middle a node was removed has it elsewhere.
+            return nodes[index]
+        return next((node for node in nodes if node.index == index), None)
+
+    def tell(self, index: int, message: Message) -> bool:
+        """Send to the agent of a node that serves; returns whether it does."""
+        node = self.get(index)
+        if node is None or not node.serves:
+            return False
+        node.tell(message)
+        return True
+
+    def tell_head(self, message: Message) -> bool:
+        """Tell the agent of the first node; returns whether it can be reached."""
+        return any(head.tell(message) for head in self.nodes[:1])
+
+    def service(self, index: int, name: str) -> ServiceConnection:
+        """A connection to a service of a node's agent; the caller closes it."""
+        node = self.get(index)
+        if node is None or not node.host.endpoint:
+            raise not_there(index, [each.index for each in self.nodes])
+        return node.service(name)
+
+    def begin_serving(self) -> None:
+        """Note that enough nodes are ready for the pool to serve."""
+        self._serves = True
+
+    @property
+    def serves(self) -> bool:
+        """Whether enough nodes have been ready for the pool to serve."""
+        return self._serves
+
+    def close(self) -> None:
+        """Close the pool: no node is started any more."""
+        with self.lock:
+            self.closed = True
+
+    def members(self, but_also: Node | None = None) -> list[Node]:
+        """The nodes that know of each other.
+
+        While a pool starts, these are all nodes. Later, these are the nodes that have been ready,
+        and `but_also`, which is about to be ready.
+        """
+        with self.lock:
+            return [
+                node
+                for node in self.nodes
+                if node.joined or node is but_also or (not self._serves and node.failure is None)
+            ]
+
+    @property
+    def coming(self) -> list[Node]:
+        """The nodes that have never been ready."""
+        return [node for node in self.nodes if not node.joined]
+
+    def awaits_call(self) -> bool:
+        """Whether only the user can help the pool; then its nodes are tried again at a call."""
+        with self.lock:
+            if self.closed or not self.serves or any(node.is_coming for node in self.nodes):
+                return False
+            waiting = [node for node in self.nodes if node.is_expected]
+            for node in waiting:
+                node.await_call()
+            return bool(waiting)

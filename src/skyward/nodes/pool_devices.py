@@ -11,14 +11,12 @@ from skyward.device.meeting import Whereabouts
 from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError
 from skyward.events import EventStream
-from skyward.nodes.contact import Approach
 from skyward.nodes.devices import START_SECONDS, DeviceDesk
-from skyward.nodes.roster import Roster
+from skyward.nodes.node import Roster
 from skyward.nodes.spec import PoolSpec
 from skyward.wire.channel import Channel
 from skyward.wire.identity import PEER, Authority, Credentials, node_name
-from skyward.wire.messages import Hello, Message
-from skyward.wire.versions import my_versions
+from skyward.wire.messages import Message
 
 if TYPE_CHECKING:
     import torch
@@ -137,12 +135,10 @@ class PoolDevices:
             raise ConfigurationError(
                 f"device(node={index}): that node has left the pool; see `compute.nodes`"
             )
-        channel, _ = Approach(
+        channel, _ = node.host.approach(
+            role,
             node.host.routes.choose(endpoint),
-            Hello(self._id, role, versions=my_versions(), pid=os.getpid()),
             self._credentials,
-            node_name(self._id, index),
-            node.host.routes.dial,
             gone="its process has ended",
             patience=self._spec.options.orphan_timeout,
         ).attempt()

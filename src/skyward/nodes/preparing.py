@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
 from skyward.calls.task import Task
+from skyward.console import Console
 from skyward.errors import PluginError
 from skyward.nodes.briefing import Briefing
-from skyward.nodes.node import Node
+from skyward.nodes.node import Node, Roster
 from skyward.nodes.preparations import Preparations
-from skyward.nodes.roster import Roster
 from skyward.wire.messages import Prepare
 
 IDLE_LOOK_SECONDS = 0.02
@@ -42,19 +43,11 @@ class Preparer:
         loop: Loop,
         roster: Roster,
         briefing: Briefing,
-        *,
-        drain: Callable[[Lane], None],
-        ready: Callable[[Node, Lane], None],
-        failed: Callable[[Node, PluginError], None],
-        note: Callable[[str], None],
+        dispatcher: Dispatcher,
+        console: Console,
     ) -> None:
-        """`ready` is called with executors that can get tasks, `failed` with nodes that failed.
-
-        `drain` lets an executor have only the tasks that its own wait for; `note` shows a line to
-        the user.
-        """
         self._loop, self._roster, self._briefing = loop, roster, briefing
-        self._drain, self._ready, self._failed, self._note = drain, ready, failed, note
+        self._dispatcher, self._console = dispatcher, console
         self.together = preparations.together
         self._for_nodes = preparations.for_nodes
         self._for_processes = preparations.for_processes
@@ -81,7 +74,7 @@ class Preparer:
     def node_prepared(self, node: Node, problem: str) -> None:
         """Take an agent's answer: it has entered the hooks, or a hook failed."""
         if problem:
-            self._failed(node, PluginError(f"node {node.index}: {problem}"))
+            node.plugin_failed(PluginError(f"node {node.index}: {problem}"))
             return
         node.enter_hooks()
         for lane in list(node.lanes.values()):
@@ -114,7 +107,7 @@ class Preparer:
                 self._attempts += 1
             give_up = self._attempts >= ATTEMPTS or node.state == "starting"
         if give_up:
-            self._failed(node, failure)
+            node.plugin_failed(failure)
         else:
             lane.kill(str(failure))
 
@@ -125,7 +118,7 @@ class Preparer:
             # First the number, since each of many nodes comes here once.
             if self._attempts and all(map(self._is_prepared, self._roster.nodes)):
                 self._attempts = 0
-        self._ready(node, lane)
+        node.executor_ready(lane)
 
     def _tell(self, node: Node, lane: Lane, group: list[Node] | None = None) -> None:
         with self._lock:
@@ -259,7 +252,7 @@ class Preparer:
                 first = lane.preparation.replace()
             if first:
                 ends = True
-                self._drain(lane)
+                self._dispatcher.drain(lane, nested=True)
                 self._replace_when_idle(node, lane)
         if ends:
             self._loop.later(HELD_SECONDS, self._tell_held)
@@ -307,7 +300,7 @@ class Preparer:
         ]
         if held and not self._roster.closed:
             more = f" and {len(held) - HELD_NAMED} more" if len(held) > HELD_NAMED else ""
-            self._note(
+            self._console.note(
                 "the workers form a new group, in which other calls run, after the end of "
                 f"{', '.join(held[:HELD_NAMED])}{more}"
             )

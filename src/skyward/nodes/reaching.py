@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from skyward.closing import Closing
 from skyward.errors import NodeLostError, PoolError, SkywardError
 from skyward.nodes import keeping, provider_loop
-from skyward.nodes.host import Host
+from skyward.nodes.host import Host, not_there
 from skyward.nodes.inside import InsideProvider
 from skyward.nodes.journal import NoJournal
 from skyward.nodes.keeper import identity
 from skyward.nodes.keeping import KeptNode, KeptPool
-from skyward.nodes.node import Node
-from skyward.nodes.roster import Roster
-from skyward.nodes.services import ServiceDesk
 from skyward.providers import (
     Machine,
     Order,
@@ -127,14 +124,15 @@ class ReachedPool(Closing):
         self.machines = found_machines(record, provider) or found_machines(record, provider)
         if record.nodes and not self.machines:
             raise self._unused()
-        roster, adopting = Roster(), []
+        self._hosts: dict[int, Host] = {}
+        adopting = []
         allocation = provider.allocate(record.id)
         for index, (kept, machine) in sorted(self.machines.items()):
             host = Host(
                 provider, allocation, Order(record.id, index, _NOTHING), NoJournal(), _hush, _hush
             )
             adopting.append(provider_loop.submit(host.adopt(kept, machine)))
-            roster.add([Node(index, host, roster.lock)])
+            self._hosts[index] = host
         late = concurrent.futures.wait(adopting, FIND_SECONDS).not_done
         for each in late:
             each.cancel()
@@ -145,18 +143,18 @@ class ReachedPool(Closing):
             )
         for each in adopting:
             each.result()
-        self._roster = roster
         self.credentials = Credentials(*record.credentials) if record.credentials else None
-        self._services = ServiceDesk(record.id, roster, self.credentials)
 
     @property
     def nodes(self) -> tuple[int, ...]:
         """The indexes of the nodes."""
-        return tuple(node.index for node in self._roster.nodes)
+        return tuple(self._hosts)
 
     def service(self, node: int, name: str) -> ServiceConnection:
         """A connection to a service of a node's agent; the caller closes it."""
-        return self._services.open(node, name)
+        if node not in self._hosts:
+            raise not_there(node, self.nodes)
+        return self._hosts[node].service(name, self.credentials)
 
     def head(self) -> ServiceConnection:
         """A connection to the service that knows the clients; `PoolError` if no agent is left."""
@@ -166,7 +164,7 @@ class ReachedPool(Closing):
                 return self.service(index, "clients")
             except NodeLostError as failure:
                 problem = problem or failure
-        if all(node.host.has_ended() for node in self._roster.nodes):
+        if all(host.has_ended() for host in self._hosts.values()):
             raise self._unused()
         raise PoolError(
             f"{self.record.name}: none of its {len(self.nodes)} agents answers: {problem}; try "
