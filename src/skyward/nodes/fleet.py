@@ -581,6 +581,11 @@ class Fleet:
         """Whether a torch device is open on a node."""
         return self.devices.desk.has_open(node.index)
 
+    @property
+    def has_files(self) -> bool:
+        """Whether nodes get files of the client."""
+        return bool(self.spec.folders or self.spec.volumes)
+
     def deliver(self, node: Node) -> None:
         """Give a node that starts the client's files."""
         self.deliveries.deliver(node.index, lambda what: self.console.phase(node.index, what))

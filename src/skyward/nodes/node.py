@@ -233,6 +233,10 @@ class NodeFleet(Protocol):
     def has_devices(self, node: Node) -> bool:
         """Whether a torch device is open on a node."""
 
+    @property
+    def has_files(self) -> bool:
+        """Whether nodes get files of the client."""
+
     def deliver(self, node: Node) -> None:
         """Give a node that starts the client's files."""
 
@@ -617,6 +621,8 @@ class Node:
             await host.start(self._fleet.agent_config(self))
             self._phase("connecting")
             await in_thread(self._connect, host)
+            if self._fleet.has_files:
+                await self._bring_files(host)
             if lease.record is not None:
                 await in_thread(self.stay)
                 await lease.tell(host.facts(self.index))
@@ -678,14 +684,27 @@ class Node:
             fleet.console.note(warning)
         self._phase("starting workers")
         # An agent that was adopted has its files: another client gave them to it.
-        brings_files = not adopted and bool(fleet.spec.folders or fleet.spec.volumes)
-        if not brings_files:
+        if adopted or not fleet.has_files:
             fleet.agent_up(self)
         fleet.loop.watch(control, self._hear, lambda problem: self._control_ended(control, problem))
-        if brings_files:
-            fleet.deliver(self)
-            if self.control is control:
-                fleet.agent_up(self)
+
+    async def _bring_files(self, host: Host) -> None:
+        """Give the node the client's files before its workers are prepared."""
+        control = self.control
+        bringing = asyncio.wrap_future(connecting.submit(self._fleet.deliver, self))
+        # A machine that is lost meanwhile may leave this waiting for long.
+        lost = asyncio.ensure_future(self._another_host(host))
+        try:
+            await asyncio.wait([bringing, lost], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            lost.cancel()
+        if not bringing.done():
+            # It fails by and by, which concerns nobody any more.
+            bringing.add_done_callback(lambda late: late.cancelled() or late.exception())
+            return
+        bringing.result()
+        if self.control is control is not None:
+            await in_thread(self._fleet.agent_up, self)
 
     def _phase(self, phase: str) -> None:
         self._fleet.console.phase(self.index, phase)
@@ -708,7 +727,7 @@ class Node:
         with self._lock:
             renewed = self._renewed if self.host is host else None
         if renewed is not None:
-            await asyncio.wrap_future(renewed)
+            await asyncio.shield(asyncio.wrap_future(renewed))
 
     def end_run(self) -> Future[None]:
         """Begin to end the node's life; the future is done when it has ended."""
