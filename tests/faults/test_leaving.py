@@ -41,7 +41,8 @@ def retired(fleet: Fleet, tmp_path: Path) -> Node:
     provider: Any = sky.Local()
     order = Order("pool", 1, plain_request())
     journal = Journal(tmp_path / "journal.sqlite")
-    node = Node(1, Host(provider, order, journal, lambda _: None, lambda _: None), fleet)
+    host = Host(provider, fleet.allocation, order, journal, print, print)
+    node = Node(1, host, fleet)
     assert node.lose("its agent is gone")
     assert node.drain()
     return node
