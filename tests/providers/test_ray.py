@@ -26,8 +26,7 @@ from skyward.nodes.journal import Journal
 from skyward.providers import Order, Request
 from skyward.providers.ray import Ray, programs, records, site
 from skyward.providers.ray.door import DriverDoor
-from skyward.providers.ray.link import Ask, DriverLink
-from skyward.providers.together import GATHER_SECONDS
+from skyward.providers.ray.link import RayAllocation
 from skyward.testing import ProviderSuite, plain_request
 
 from ..conftest import only_in_all
@@ -208,29 +207,23 @@ def test_a_client_that_reaches_the_driver_alone_reaches_all_nodes(
     emptied: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As from a laptop that has two ports of the head forwarded, and no more."""
-    reach, relayed_to = DriverLink.reach, set()
+    reach, relayed_to = RayAllocation.reach, set()
 
-    async def only_relayed(self: DriverLink, node: int, *given: Any, relayed: bool) -> Any:
+    async def only_relayed(self: RayAllocation, node: int, *given: Any, relayed: bool) -> Any:
         if not relayed:
             raise ConnectionRefusedError("no route")
         relayed_to.add(node)
         return await reach(self, node, *given, relayed=relayed)
 
-    monkeypatch.setattr(DriverLink, "reach", only_relayed)
+    monkeypatch.setattr(RayAllocation, "reach", only_relayed)
     provider = emptied.provider(direct=False, port=free_port())
     with sky.Compute(provider, nodes=2, options=QUIET) as compute:
         assert [node for node, _, _ in where() @ compute] == [0, 1]
-        (link,) = _links()
-        assert link._record is not None
-        assert link._record.driver is not None
-        assert link._record.driver.port == provider.port
+        (record,) = map(records.read, records.pools())
+        assert record is not None
+        assert record.driver is not None
+        assert record.driver.port == provider.port
     assert relayed_to == {0, 1}
-
-
-def _links() -> list[DriverLink]:
-    from skyward.providers import ray
-
-    return list(ray._links.values())
 
 
 @only_in_all
@@ -374,11 +367,12 @@ def test_a_cluster_that_grows_is_asked_for_what_it_does_not_have_yet(emptied: Ra
             if "the cluster may grow" in reason and not told.done():
                 told.set_result(reason)
 
-        creating = asyncio.create_task(provider.create(Order("grows", 0, request, tell=tell)))
+        allocation = provider.allocate("grows")
+        creating = asyncio.create_task(allocation.get(Order("grows", 0, request, tell=tell)))
         await asyncio.wait({creating, told}, timeout=120, return_when=asyncio.FIRST_COMPLETED)
         creating.cancel()
         await asyncio.wait({creating})
-        for machine in await provider.find("grows"):
+        for machine in await allocation.find():
             await machine.destroy()
         return told.result()
 
@@ -554,32 +548,6 @@ def test_the_address_is_that_of_rays_own_variables(monkeypatch: pytest.MonkeyPat
 def test_a_secret_header_is_not_described() -> None:
     provider = Ray("http://head:8265", headers={"Authorization": "Bearer secret"})
     assert "secret" not in json.dumps(dict(provider.describe()))
-
-
-def test_nodes_that_are_ordered_together_are_waited_for_before_a_driver_starts() -> None:
-    """Those of the first request have one placement group, in which they are spread."""
-    seen: list[list[int]] = []
-
-    class Program:
-        id = ""
-
-        def start(self, pool: str, given: Any) -> None:
-            seen.append(link.nodes)
-            raise sky.PoolStartError("enough")
-
-    async def scenario() -> None:
-        nonlocal link
-        program: Any = Program()
-        link = DriverLink("p", "auto", lambda _: program, settings={})
-        both, ask = frozenset({0, 1}), Ask({"CPU": 1}, "STRICT_SPREAD")
-        orders = [Order("p", node, plain_request(), together=both) for node in (0, 1)]
-        first = asyncio.create_task(link.get(orders[0], ask, 60))
-        await asyncio.sleep(6 * GATHER_SECONDS)
-        await asyncio.gather(first, link.get(orders[1], ask, 60), return_exceptions=True)
-
-    link: DriverLink
-    asyncio.run(scenario())
-    assert seen == [[0, 1]]
 
 
 def test_keys_that_no_other_machine_can_use_are_not_exported() -> None:

@@ -65,7 +65,9 @@ class SharedAllocation(Allocation[M]):
     def __init__(self, pool: str) -> None:
         self.pool = pool
         self.wanted: dict[int, WantedMachine[M]] = {}
-        """The nodes that are to have machines, or have them."""
+        """The nodes that were ordered here, and not given back."""
+        self.others: set[int] = set()
+        """The nodes of the pool that other clients have ordered, as far as they are known."""
         self.closed = False
         self._expected: set[int] = set()
         self._arrived = asyncio.Event()
@@ -88,7 +90,7 @@ class SharedAllocation(Allocation[M]):
         raise NotImplementedError
 
     async def shrink(self, gone: Sequence[int]) -> None:
-        """Give the machines of these nodes back, and wait for their end; `wanted` has the rest."""
+        """Give the machines of these nodes back, and wait for their end; `nodes` has the rest."""
         raise NotImplementedError
 
     async def remove(self) -> None:
@@ -120,6 +122,7 @@ class SharedAllocation(Allocation[M]):
         """A machine for a node, asked for together with those of other nodes."""
         node = order.node
         wanted = self.wanted[node] = WantedMachine[M](order)
+        self.others.discard(node)
         self._released.discard(node)
         self._lost.discard(node)
         self.expect_no_more(node)
@@ -153,6 +156,11 @@ class SharedAllocation(Allocation[M]):
                 self.wanted[node].refuse(problem)
 
     @property
+    def nodes(self) -> list[int]:
+        """All nodes that the provider is to have machines for."""
+        return sorted(self.wanted.keys() | self.others)
+
+    @property
     def waiting(self) -> list[int]:
         """The nodes that wait for their machines."""
         return sorted(node for node, wanted in self.wanted.items() if wanted.waits)
@@ -169,6 +177,7 @@ class SharedAllocation(Allocation[M]):
         provider that replaces machines by itself does so.
         """
         wanted = self.wanted.pop(node, None)
+        self.others.discard(node)
         if wanted is not None and wanted.waits:
             wanted.machine.cancel()
         if lost and not self.closed:
@@ -277,7 +286,7 @@ class SharedAllocation(Allocation[M]):
             gone, self._released, self._releasing = sorted(self._released), set(), None
             if not gone:
                 return  # All of them were ordered again.
-            if self.wanted or self._lost:
+            if self.nodes or self._lost:
                 await self.shrink(gone)
             else:
                 await self.remove()

@@ -113,10 +113,8 @@ class PodAllocation(SharedAllocation[PodMachine]):
         """Have the Job keep as many pods as nodes are wanted."""
         await asyncio.to_thread(lambda: self.access)
         lost = [node for node in nodes if node in self._applied]
-        wanted = sorted(self.wanted)
         if self._started_at is None:
-            await asyncio.to_thread(self._make, wanted)
-            self._applied = wanted
+            await asyncio.to_thread(self._make)
         else:
             await self._resize()
         self._assign()
@@ -202,7 +200,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
     async def shrink(self, gone: Sequence[int]) -> None:
         """Remove the pods of these nodes."""
         names = [self._nodes.pop(node, NodePod()).name for node in gone]
-        if not self.wanted:
+        if not self.nodes:
             # First, or the Job replaces the pods.
             await self._resize()
         for name in filter(None, names):
@@ -240,7 +238,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
     # The Job.
 
     async def _resize(self) -> None:
-        nodes = sorted(self.wanted)
+        nodes = self.nodes
         if nodes == self._applied or self._started_at is None:
             return
         try:
@@ -251,9 +249,12 @@ class PodAllocation(SharedAllocation[PodMachine]):
             return
         self._applied = nodes
 
-    def _make(self, nodes: list[int]) -> None:
+    def _make(self) -> None:
         request = self._request
         assert request is not None
+        if request.keep and (there := jobs.find(self.access, self.pool)) is not None:
+            self.others = set(jobs.nodes_of(there)) - self.wanted.keys()
+        nodes = self._applied = self.nodes
         pod = self._settings.pod(request)
         job, self._is_own = jobs.make(
             self.access, self.job, self.pool, pod, request, nodes, self._called

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,11 +12,10 @@ from typing import Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolError, UnreachableError
-from skyward.providers import Allocation, Capabilities, Order, Remains, Request
+from skyward.providers import Capabilities, Remains, Request
 from skyward.providers.ray import records
 from skyward.providers.ray.jobs_api import JobsApi
-from skyward.providers.ray.link import Ask, DriverLink, NodeReport
-from skyward.providers.ray.machine import RayMachine
+from skyward.providers.ray.link import Ask, RayAllocation, RaySettings
 from skyward.providers.ray.programs import ChildProgram, DriverProgram, JobProgram
 
 __all__ = ["Ray"]
@@ -26,11 +23,6 @@ __all__ = ["Ray"]
 _ADDRESS = re.compile(r"auto|local|https?://[^\s/]+(?:/\S*)?|[^\s/:]+:\d+")
 _STRATEGIES = ("SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK")
 _DRIVER = "driver"
-_LISTED_SECONDS = 10.0
-"""How long `find` waits for an existing driver to say which nodes it has."""
-_links: dict[tuple[asyncio.AbstractEventLoop, str, str], DriverLink] = {}
-"""The links that this process has, each on the event loop that asked for it."""
-
 Strategy = Literal["SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK"]
 
 
@@ -173,31 +165,24 @@ class Ray:
         """None: what a cluster's machines cost is unknown."""
         return None
 
-    def allocate(self, pool: str) -> Allocation[RayMachine]:
-        """The pool's machines, made one by one."""
-        return Allocation(self, pool)
-
-    async def create(self, order: Order) -> RayMachine:
-        """Have Ray reserve a bundle for the node, and wait until its keeper listens."""
-        link = self._link(order.pool, order.name)
-        place = await link.get(order, self._ask(order.request), self.timeout)
-        return self._machine(link, order.pool, order.node, place)
-
-    def _link(self, pool: str, name: str) -> DriverLink:
-        key = asyncio.get_running_loop(), self._cluster, pool
-        link = _links.get(key)
-        if link is None or link.closed:
-            link = _links[key] = DriverLink(
-                pool,
+    def allocate(self, pool: str) -> RayAllocation:
+        """The bundles that the pool's driver has."""
+        return RayAllocation(
+            pool,
+            RaySettings(
                 self._cluster,
-                functools.partial(self._program, pool),
-                settings={**self._settings, "name": name},
-                forget=lambda closed: _forget(key, closed),
-            )
-        return link
+                self.headers,
+                program=self._program,
+                given=self._given,
+                ask=self._ask,
+                python=self.python,
+                direct=self.direct,
+                timeout=self.timeout,
+            ),
+        )
 
     @property
-    def _settings(self) -> dict[str, Any]:
+    def _given(self) -> dict[str, Any]:
         """What a new driver has to know of these."""
         return {
             "namespace": self.namespace,
@@ -209,9 +194,6 @@ class Ray:
         if "://" in self._cluster:
             return JobProgram(JobsApi(self._cluster, self.headers), id)
         return ChildProgram(self._cluster, pool, id)
-
-    def _machine(self, link: DriverLink, pool: str, node: int, place: NodeReport) -> RayMachine:
-        return RayMachine(link, pool, node, place, self.python, direct=self.direct)
 
     def _ask(self, request: Request) -> Ask:
         bundle: dict[str, float] = {"CPU": request.vcpus or 1}
@@ -239,41 +221,6 @@ class Ray:
             await asyncio.to_thread(_head, self._cluster)
         return await asyncio.to_thread(remains.processes, self._program)
 
-    async def find(self, pool: str) -> Sequence[RayMachine]:
-        """The nodes that the pool's driver has, also one that another process has started."""
-        key = asyncio.get_running_loop(), self._cluster, pool
-        link = _links.get(key)
-        if link is None or link.closed:
-            link = await self._found(pool)
-        if link is None:
-            return []
-        return [self._machine(link, pool, node, link.place(node)) for node in link.nodes]
-
-    async def _found(self, pool: str) -> DriverLink | None:
-        """A link to the driver that the pool's record names, or that the cluster knows."""
-        key = asyncio.get_running_loop(), self._cluster, pool
-        record = records.read(pool)
-        if record is None or not record.program:
-            return await self._found_without_keys(pool)
-        program = self._program(pool, record.program)
-        if await asyncio.to_thread(program.why_over):
-            with contextlib.suppress(PoolError):
-                await asyncio.to_thread(program.forget)
-            records.remove(pool)
-            return None
-        link = _links[key] = DriverLink(
-            pool,
-            self._cluster,
-            functools.partial(self._program, pool),
-            settings=self._settings,
-            record=record,
-            forget=lambda closed: _forget(key, closed),
-        )
-        with contextlib.suppress(UnreachableError):
-            await link.listed(_LISTED_SECONDS)
-        link.assume(record.nodes or [0])
-        return link
-
     def export_keys(self, pool: str) -> Mapping[str, str]:
         """The keys to talk to the pool's driver, which has to be a job of the cluster."""
         if "://" not in self._cluster:
@@ -293,25 +240,6 @@ class Ray:
         """Write the keys to the pool's driver down."""
         if _DRIVER in keys:
             records.write(pool, records.decode(keys[_DRIVER]))
-
-    async def _found_without_keys(self, pool: str) -> DriverLink | None:
-        """A link that can only end the pool's job: its keys are on another machine."""
-        if "://" not in self._cluster:
-            return None
-        api = JobsApi(self._cluster, self.headers)
-        jobs = await asyncio.to_thread(api.jobs_of, pool)
-        if not jobs:
-            return None
-        record = records.Record("", "", "", program=jobs[0])
-        known = functools.partial(self._program, pool)
-        link = DriverLink(pool, self._cluster, known, settings={}, record=record)
-        link.assume([0])
-        return link
-
-
-def _forget(key: tuple[asyncio.AbstractEventLoop, str, str], link: DriverLink) -> None:
-    if _links.get(key) is link:
-        del _links[key]
 
 
 def _head(cluster: str) -> str:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from skyward.errors import PoolError, PoolStartError, UnreachableError
-from skyward.providers import Order
+from skyward.providers import Order, Request
+from skyward.providers.allocation import SharedAllocation
 from skyward.providers.ray import records
 from skyward.providers.ray.door import DriverDoor, announcement
+from skyward.providers.ray.jobs_api import JobsApi
+from skyward.providers.ray.machine import NodeReport, RayMachine
 from skyward.providers.ray.programs import DriverProgram
 from skyward.providers.ray.records import Record
-from skyward.providers.together import GATHER_SECONDS, gather
 from skyward.wire.identity import CLIENT, KEPT_LIFETIME, Authority
 
 PING_SECONDS = 5.0
@@ -27,8 +30,8 @@ AGAIN_SECONDS = 1.0
 """How long after a failed connection the next one is tried."""
 END_SECONDS = 15.0
 """How long the driver may take to end in order."""
-
-Told = Callable[[str], None]
+LISTED_SECONDS = 10.0
+"""How long `find` waits for an existing driver to say which nodes it has."""
 
 
 @dataclass(frozen=True)
@@ -42,65 +45,35 @@ class Ask:
     keeps_threads: bool = False
 
 
-class NodeReport(msgspec.Struct, frozen=True):
-    """What the driver tells of a node."""
+@dataclass(frozen=True)
+class RaySettings:
+    """Where the cluster is, and what a driver and its nodes are to be."""
 
-    node: int = -1
-    state: str = ""
-    reason: str = ""
-    address: str = ""
-    port: int = 0
-    hostname: str = ""
-
-    @property
-    def where(self) -> tuple[str, int]:
-        """Where its keeper listens."""
-        return self.address, self.port
-
-
-@dataclass(eq=False)
-class _WantedNode:
-    """A node that is to have a machine."""
-
-    tell: Told
-    ready: asyncio.Future[NodeReport] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    asked: bool = False
-    """Whether the driver was asked for it."""
-    together: frozenset[int] = frozenset()
-    """The nodes that are ordered at the same time, this one among them."""
-    place: NodeReport = field(default_factory=NodeReport)
-
-    def fail(self, problem: BaseException) -> None:
-        if not self.ready.done():
-            self.ready.set_exception(problem)
-            self.ready.exception()  # Nobody may be waiting for it any more.
+    cluster: str
+    headers: Mapping[str, str] | None
+    program: Callable[[str, str], DriverProgram]
+    """Makes a driver's program, of a pool; its id is empty for a new one."""
+    given: Mapping[str, Any]
+    """What a new driver has to know."""
+    ask: Callable[[Request], Ask]
+    python: str | None
+    direct: bool
+    timeout: float
 
 
-class DriverLink:
-    """The nodes of one pool, as one event loop sees them."""
+class RayAllocation(SharedAllocation[RayMachine]):
+    """The nodes of one pool, which its driver in the cluster has for it."""
 
-    def __init__(
-        self,
-        pool: str,
-        cluster: str,
-        program: Callable[[str], DriverProgram],
-        *,
-        settings: dict[str, Any],
-        record: Record | None = None,
-        forget: Callable[[DriverLink], None] = lambda _: None,
-    ) -> None:
-        """With a record, the driver exists; `forget` is called when everything was removed.
-
-        `program` makes the driver's program from its id, which is empty for a new one.
-        """
-        self._pool, self._cluster, self._new_program = pool, cluster, program
-        self._settings, self._forget = settings, forget
-        self._record = record
-        self._program = program(record.program if record is not None else "")
-        self.loop = asyncio.get_running_loop()
-        self._wanted: dict[int, _WantedNode] = {}
+    def __init__(self, pool: str, settings: RaySettings) -> None:
+        super().__init__(pool)
+        self.timeout = settings.timeout
+        self._settings, self._cluster = settings, settings.cluster
+        self._record: Record | None = None
+        self._program = self._settings.program(self.pool, "")
+        self._places: dict[int, NodeReport] = {}
+        """What the driver told last of each node."""
+        self._asked: set[int] = set()
+        """The nodes that the driver was asked for."""
         self._writer: asyncio.StreamWriter | None = None
         self._work: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -108,68 +81,39 @@ class DriverLink:
         """Set when the driver has told of all nodes that it has."""
         self._ended = ""
         """Why the driver does not run any more."""
-        self._removing: asyncio.Task[None] | None = None
         self._door: DriverDoor | None = None
         """How the driver, and keepers, are reached."""
-        self._ask: Ask | None = None
-        self.closed = False
 
     # Nodes.
 
-    async def get(self, order: Order, ask: Ask, seconds: float) -> NodeReport:
-        """A machine for a node; raises with the reason if there is none."""
-        node, self._ask = order.node, ask
-        wanted = self._wanted[node] = _WantedNode(order.tell, together=order.together)
+    async def ask(self, nodes: Sequence[int]) -> None:
+        """Have the driver ask Ray for bundles, in one placement group."""
+        for node in nodes:
+            self._asked.discard(node)
+            self._places.pop(node, None)
         self._changed.set()
+        self._begin_work()
+
+    def _begin_work(self) -> None:
         if self._work is None or self._work.done():
-            self._work = self.loop.create_task(self._serve())
-        try:
-            async with asyncio.timeout(seconds):
-                return await asyncio.shield(wanted.ready)
-        except TimeoutError:
-            await self._give_up(node)
-            raise PoolStartError(
-                f"node {node}: Ray did not have it within {seconds:.0f} s: "
-                f"{wanted.place.reason or 'it did not say why'}; wait longer with "
-                "sky.Ray(timeout=...), or ask for less"
-            ) from None
-        except asyncio.CancelledError:
-            if self._wanted.get(node) is wanted and self._record is None:
-                self._wanted.pop(node)
-                if not self._wanted:
-                    await self._close()
-            raise
-        except Exception:
-            await self._give_up(node)
-            raise
+            self._work = self.start(self._serve())
 
-    def _is_complete(self) -> bool:
-        """Whether all nodes have been ordered that are to come together, in one placement group."""
-        return all(each.together <= self._wanted.keys() for each in self._wanted.values())
-
-    async def _give_up(self, node: int) -> None:
-        with contextlib.suppress(PoolError):
-            await self.release(node)
-
-    @property
-    def nodes(self) -> list[int]:
-        """The nodes that were asked for and not given back."""
-        return sorted(self._wanted)
+    def late(self, order: Order, seconds: float) -> PoolStartError:
+        """What Ray says of a node that it does not have."""
+        return PoolStartError(
+            f"node {order.node}: Ray did not have it within {seconds:.0f} s: "
+            f"{self.place(order.node).reason or 'it did not say why'}; wait longer with "
+            "sky.Ray(timeout=...), or ask for less"
+        )
 
     def place(self, node: int) -> NodeReport:
         """What the driver told last of a node."""
-        return self._wanted[node].place if node in self._wanted else NodeReport()
+        return self._places.get(node, NodeReport())
 
     def has(self, node: int, place: NodeReport) -> bool:
         """Whether the machine at a place is there, and serves a node."""
         found = self.place(node)
         return not self._ended and found.state == "ready" and found.where == place.where
-
-    def assume(self, nodes: list[int]) -> None:
-        """Take these nodes as asked for, unless the driver has told which ones it has."""
-        if not self._listed.is_set():
-            for node in nodes:
-                self._wanted.setdefault(node, _WantedNode(lambda _: None, asked=True))
 
     @property
     def connected(self) -> bool:
@@ -180,59 +124,86 @@ class DriverLink:
         """Why the driver does not run; empty if it does. Raises if nobody knows."""
         return self._ended or await asyncio.to_thread(self._program.why_over)
 
-    async def listed(self, seconds: float) -> list[int]:
-        """The nodes that an existing driver has; raises if it cannot be asked."""
-        if self._work is None:
-            self._work = self.loop.create_task(self._serve())
-        waiting = self.loop.create_task(self._listed.wait())
+    async def find(self) -> list[RayMachine]:
+        """The nodes that the pool's driver has, also one that another process has started."""
+        if self._record is None and not self.wanted:
+            await self._find_driver()
+        return [self._machine(node) for node in self.nodes]
+
+    def _machine(self, node: int) -> RayMachine:
+        settings = self._settings
+        return RayMachine(self, node, self.place(node), settings.python, direct=settings.direct)
+
+    async def _find_driver(self) -> None:
+        """Connect to the driver that the pool's record names, or know the one of the cluster."""
+        if not await self._read_record():
+            await self._find_without_keys()
+            return
+        assert self._record is not None
+        self._begin_work()
+        assert self._work is not None
+        waiting = asyncio.ensure_future(self._listed.wait())
         try:
             await asyncio.wait(
-                {waiting, self._work}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                {waiting, self._work}, timeout=LISTED_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             waiting.cancel()
         if not self._listed.is_set():
-            raise UnreachableError(self._ended or "the driver of the pool is out of reach")
-        return self.nodes
+            self.others.update(self._record.nodes or [0])
+
+    async def _read_record(self) -> bool:
+        """Whether the pool has a driver by its record; one that has ended is forgotten."""
+        record = records.read(self.pool)
+        if record is None or not record.program:
+            return False
+        program = self._settings.program(self.pool, record.program)
+        if await asyncio.to_thread(program.why_over):
+            with contextlib.suppress(PoolError):
+                await asyncio.to_thread(program.forget)
+            records.remove(self.pool)
+            return False
+        self._record, self._program = record, program
+        return True
+
+    async def _find_without_keys(self) -> None:
+        """Know the pool's job, to end it: its keys are on another machine."""
+        if "://" not in self._cluster:
+            return
+        api = JobsApi(self._cluster, self._settings.headers)
+        if jobs := await asyncio.to_thread(api.jobs_of, self.pool):
+            self._record = records.Record("", "", "", program=jobs[0])
+            self._program = self._settings.program(self.pool, jobs[0])
+            self.others.add(0)
 
     # The end.
 
-    async def release(self, node: int, place: NodeReport | None = None) -> None:
-        """Give a node back; with the last one, end the driver and remove all.
+    async def end(self, node: int, place: NodeReport) -> None:
+        """Give a node back, unless another machine serves it by now."""
+        if not place.port or place.where == self.place(node).where:
+            await self.release(node)
 
-        With a place, only if no other machine serves the node by now.
-        """
-        if place is not None and place.port and place.where != self.place(node).where:
-            return
-        wanted = self._wanted.pop(node, None)
-        if wanted is not None and not wanted.ready.done():
-            wanted.ready.cancel()
-        # The other nodes of the pool may be given back as well.
-        await asyncio.sleep(GATHER_SECONDS)
-        if not self._wanted:
-            if self._removing is None:
-                self._removing = self.loop.create_task(self._remove())
-            await asyncio.shield(self._removing)
-        elif wanted is not None and wanted.asked:
-            self._send({"do": "release", "nodes": [node]})
-            self._write_record()
+    async def shrink(self, gone: Sequence[int]) -> None:
+        """Have the driver give these nodes back."""
+        if asked := [node for node in gone if node in self._asked]:
+            self._asked.difference_update(asked)
+            self._send({"do": "release", "nodes": asked})
+        self._write_record()
 
-    async def _remove(self) -> None:
+    async def remove(self) -> None:
         """End the driver, wait for that, and forget the pool."""
         if self._record is None:
-            await self._close()
+            await self._cancel_work()
             return
         connected = self.connected
-        try:
-            self._send({"do": "end"})
-            if connected and self._work is not None:
-                await asyncio.wait({self._work}, timeout=END_SECONDS)
-            await self._cancel_work()
-            if self._program.id:
-                await asyncio.to_thread(self._end_program, not connected)
-        finally:
-            await self._close()
-        records.remove(self._pool)
+        self._send({"do": "end"})
+        if connected and self._work is not None:
+            await asyncio.wait({self._work}, timeout=END_SECONDS)
+        await self._cancel_work()
+        if self._program.id:
+            await asyncio.to_thread(self._end_program, not connected)
+        records.remove(self.pool)
+        self._forget_driver()
 
     def _end_program(self, stop: bool) -> None:
         """Wait until the program has ended; stop it now, or if it does not end by itself."""
@@ -252,28 +223,38 @@ class DriverLink:
             self._work.cancel()
             await asyncio.wait({self._work})
 
-    async def _close(self) -> None:
-        self.closed = True
-        self._forget(self)
-        await self._cancel_work()
+    def _forget_driver(self) -> None:
+        self._program = self._settings.program(self.pool, "")
+        self._record, self._door, self._ended = None, None, ""
+        self._listed.clear()
+        self._asked.clear()
+        self._places.clear()
+
+    async def close(self) -> None:
+        """End the connection to the driver."""
+        await super().close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def _write_record(self) -> None:
-        if self._record is not None and not self.closed:
+        if self._record is not None and self._record.key:
             self._record.nodes = self.nodes
-            records.write(self._pool, self._record)
+            records.write(self.pool, self._record)
 
     # The driver.
+
+    @property
+    def _called(self) -> str:
+        """The name that the user gave the pool."""
+        return next((wanted.order.name for wanted in self.wanted.values()), "")
 
     async def _serve(self) -> None:
         """Start the driver, and stay connected to it; whatever fails, the nodes hear of it."""
         try:
-            await gather(self._is_complete)
             if self._ended:
                 await self._begin_again()
-            if self._record is None:
+            if self._record is None and not await self._read_record():
                 await self._start()
             while not self.closed:
                 await self._talk(await self._connect())
@@ -282,14 +263,10 @@ class DriverLink:
                     break
         except Exception as problem:
             self._ended = self._ended or str(problem)
-            self._fail(problem)
+            self.refuse(self.wanted, problem)
         else:
-            self._fail(PoolStartError(f"Ray({self._cluster!r}): {self._ended or 'it has ended'}"))
-
-    def _fail(self, problem: BaseException) -> None:
-        for wanted in self._wanted.values():
-            wanted.fail(problem)
-        self._changed.set()
+            why = self._ended or "it has ended"
+            self.refuse(self.wanted, PoolStartError(f"Ray({self._cluster!r}): {why}"))
 
     async def _why_over_now(self) -> str:
         with contextlib.suppress(PoolError):
@@ -300,14 +277,12 @@ class DriverLink:
         """Forget a driver that has ended before its time."""
         with contextlib.suppress(PoolError):
             await asyncio.to_thread(self._program.forget)
-        self._program = self._new_program("")
-        self._record, self._door, self._ended = None, None, ""
-        self._listed.clear()
+        self._forget_driver()
 
     async def _start(self) -> None:
         """Start the program, and wait until it says where it listens."""
         # A pool may stay for long.
-        authority = Authority(self._pool, lifetime=KEPT_LIFETIME)
+        authority = Authority(self.pool, lifetime=KEPT_LIFETIME)
         mine = authority.issue(CLIENT)
         self._record = Record(
             mine.authority,
@@ -315,11 +290,16 @@ class DriverLink:
             mine.key,
             nodes=self.nodes,
             pid=os.getpid(),
-            name=str(self._settings.get("name", "")),
+            name=self._called,
         )
-        given = {**self._settings, "pool": self._pool, "authority": mine.authority}
-        self._tell("starting a driver in the Ray cluster")
-        starting = self.loop.create_task(asyncio.to_thread(self._program.start, self._pool, given))
+        given = {
+            **self._settings.given,
+            "name": self._called,
+            "pool": self.pool,
+            "authority": mine.authority,
+        }
+        self.tell("starting a driver in the Ray cluster")
+        starting = asyncio.ensure_future(asyncio.to_thread(self._program.start, self.pool, given))
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -349,7 +329,7 @@ class DriverLink:
                 raise door.unreachable(last)
             if not told:
                 told = True
-                self._tell("the driver in the Ray cluster is out of reach; trying again")
+                self.tell("the driver in the Ray cluster is out of reach; trying again")
             await asyncio.sleep(AGAIN_SECONDS)
 
     def _known_door(self) -> DriverDoor:
@@ -362,13 +342,13 @@ class DriverLink:
     async def _talk(self, reader: asyncio.StreamReader) -> None:
         """Ask for nodes, and take what the driver tells, until the connection ends."""
         self._send({"do": "list"})
-        listening = self.loop.create_task(self._listen(reader))
+        listening = asyncio.ensure_future(self._listen(reader))
         try:
             while not listening.done():
                 self._changed.clear()
                 if self._listed.is_set():
                     self._ask_for_missing()
-                changing = self.loop.create_task(self._changed.wait())
+                changing = asyncio.ensure_future(self._changed.wait())
                 await asyncio.wait(
                     {listening, changing},
                     timeout=PING_SECONDS,
@@ -399,48 +379,42 @@ class DriverLink:
 
     def _lost_unless(self, told: set[int]) -> None:
         """Ask again for nodes that the driver does not know, since the connection was lost."""
-        for node, wanted in self._wanted.items():
-            if wanted.asked and node not in told:
-                wanted.asked = wanted.ready.done()
-                wanted.place = NodeReport(node, "gone", "the driver has not heard of it")
+        for node in self._asked - told:
+            if node in self.waiting:
+                self._asked.discard(node)
+            self._places[node] = NodeReport(node, "gone", "the driver has not heard of it")
 
     def _take(self, place: NodeReport) -> None:
-        if not self._listed.is_set() and place.node not in self._wanted:
+        node = place.node
+        if not self._listed.is_set() and node not in self.wanted:
             # Another process made it.
-            self._wanted[place.node] = _WantedNode(lambda _: None, asked=True)
-        wanted = self._wanted.get(place.node)
-        if wanted is None or not wanted.asked:
+            self.others.add(node)
+            self._asked.add(node)
+        if node not in self._asked:
             return
-        if place.reason and place.reason != wanted.place.reason and place.state == "pending":
-            wanted.tell(place.reason)
-        wanted.place = place
-        if place.state == "ready" and not wanted.ready.done():
-            wanted.ready.set_result(place)
+        before, self._places[node] = self.place(node), place
+        if node not in self.waiting:
+            return
+        if place.reason and place.reason != before.reason and place.state == "pending":
+            self.wanted[node].order.tell(place.reason)
+        if place.state == "ready":
+            self.give(node, self._machine(node))
         elif place.state in ("refused", "gone"):
-            wanted.fail(PoolStartError(f"node {place.node}: {place.reason}"))
+            self.refuse([node], PoolStartError(f"node {node}: {place.reason}"))
 
     def _ask_for_missing(self) -> None:
-        missing = [node for node in self.nodes if not self._wanted[node].asked]
-        if missing and self._ask is not None:
-            ask = {
-                "bundle": self._ask.bundle,
-                "strategy": self._ask.strategy,
-                "accelerator": self._ask.accelerator,
-                "keeps_threads": self._ask.keeps_threads,
-            }
-            self._send({"do": "make", "nodes": missing, **ask})
-            for node in missing:
-                self._wanted[node].asked = True
-            self._write_record()
+        missing = [node for node, wanted in self.wanted.items() if wanted.asked]
+        missing = sorted(set(missing) - self._asked)
+        if not missing:
+            return
+        ask = self._settings.ask(self.wanted[missing[0]].order.request)
+        self._send({"do": "make", "nodes": missing, **dataclasses.asdict(ask)})
+        self._asked.update(missing)
+        self._write_record()
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._writer is not None:
             self._writer.write(json.dumps(message).encode() + b"\n")
-
-    def _tell(self, what: str) -> None:
-        for wanted in self._wanted.values():
-            if not wanted.ready.done():
-                wanted.tell(what)
 
     # Keepers.
 

@@ -6,18 +6,62 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+import msgspec
 
 from skyward.errors import UnreachableError
 from skyward.providers import Machine
 from skyward.providers.ray.keeper import CHUNK, read_frame, write_frame
-from skyward.providers.ray.link import DriverLink, NodeReport
 
 END_SECONDS = 2.0
 """How long a machine's end may take to be known after a connection to it failed."""
 
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _bridges: set[asyncio.Task[None]] = set()
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """What the driver tells of a node."""
+
+    node: int = -1
+    state: str = ""
+    reason: str = ""
+    address: str = ""
+    port: int = 0
+    hostname: str = ""
+
+    @property
+    def where(self) -> tuple[str, int]:
+        """Where its keeper listens."""
+        return self.address, self.port
+
+
+class DriverLink(Protocol):
+    """What a node's machine needs of the pool's driver."""
+
+    pool: str
+
+    @property
+    def connected(self) -> bool:
+        """Whether the driver is connected now."""
+
+    def place(self, node: int) -> NodeReport:
+        """What the driver told last of a node."""
+
+    def has(self, node: int, place: NodeReport) -> bool:
+        """Whether the machine at a place is there, and serves a node."""
+
+    async def why_over(self) -> str:
+        """Why the driver does not run; empty if it does. Raises if nobody knows."""
+
+    async def end(self, node: int, place: NodeReport) -> None:
+        """Give a node back, unless another machine serves it by now."""
+
+    async def reach(
+        self, node: int, place: NodeReport, asked: dict[str, Any], *, relayed: bool
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the keeper of a node, which begins with what is asked of it."""
 
 
 class RayMachine(Machine):
@@ -28,7 +72,6 @@ class RayMachine(Machine):
     def __init__(
         self,
         link: DriverLink,
-        pool: str,
         node: int,
         place: NodeReport,
         python: str | None,
@@ -36,7 +79,7 @@ class RayMachine(Machine):
         direct: bool,
     ) -> None:
         self._link, self._place = link, place
-        self.id = f"ray://{pool}/{node}"
+        self.id = f"ray://{link.pool}/{node}"
         self.node, self.python = node, python
         self.address = place.address
         self.direct = place.address if direct and place.address else None
@@ -155,7 +198,7 @@ class RayMachine(Machine):
     async def destroy(self) -> None:
         """End the machine, and with the pool's last one the driver and all that it made."""
         if not self._destroyed:
-            await self._link.release(self.node, self._place)
+            await self._link.end(self.node, self._place)
             self._destroyed = True
 
 
