@@ -12,7 +12,6 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -24,8 +23,6 @@ VARIABLE = "SKYWARD_SLURM_KEEPER"
 CHUNK = 256 << 10
 END_SECONDS = 3.0
 """How long agents have to end before they are killed."""
-DRAIN_SECONDS = 0.2
-"""How long the keeper reads what a command's children write after the command has ended."""
 NO_CONTAINERS = 79
 UNKNOWN_LEFT = 60
 """How many seconds a job has left if Slurm does not say."""
@@ -253,65 +250,32 @@ class Keeper:
 
     def run(self, connection, command):
         # type: (socket.socket, list[str]) -> None
-        """Run a command: its input comes and its output goes in pieces, then its status."""
+        """Run a command whose input and output are the connection; it ends if the client goes."""
         variables = environment()
         variables[VARIABLE] = self.folder
+        # Known before it can end: else `look` would take its status.
+        with self.lock:
+            process = subprocess.Popen(
+                self.inside + command,
+                stdin=connection.fileno(),
+                stdout=connection.fileno(),
+                stderr=subprocess.DEVNULL,
+                cwd=self.folder,
+                env=variables,
+                start_new_session=True,
+            )
+            self.commands.add(process)
+        closed = select.poll()
+        closed.register(connection, 0)
         try:
-            # Known before it can end: else `look` would take its status.
-            with self.lock:
-                process = subprocess.Popen(
-                    self.inside + command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    cwd=self.folder,
-                    env=variables,
-                    start_new_session=True,
-                )
-                self.commands.add(process)
-        except OSError as problem:
-            status = 127 if isinstance(problem, FileNotFoundError) else 126
-            send(connection, b"o", ("%s\n" % problem).encode())
-            send(connection, b"x", struct.pack("!i", status))
-            # The client may still be sending.
-            while connection.recv(CHUNK):
-                pass
-            return
-        over = threading.Event()
-        feeding = threading.Thread(target=feed, args=(connection, process, over), daemon=True)
-        feeding.start()
-        try:
-            self.pass_on(connection, process)
-            over.set()
-            status = process.wait()
-            send(connection, b"x", struct.pack("!i", 128 - status if status < 0 else status))
-            feeding.join(END_SECONDS)
+            while process.poll() is None:
+                if closed.poll(50):
+                    with contextlib.suppress(OSError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         finally:
-            over.set()
-            if process.poll() is None:
-                kill_group(process)
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
             with self.lock:
                 self.commands.discard(process)
-
-    def pass_on(self, connection, process):
-        # type: (socket.socket, subprocess.Popen[bytes]) -> None
-        """Send a command's output, until it has ended and its output has, or nearly."""
-        assert process.stdout is not None
-        source = process.stdout.fileno()
-        while True:
-            has_ended = process.poll() is not None
-            ready = select.select([source], [], [], DRAIN_SECONDS if has_ended else 0.05)[0]
-            if ready:
-                data = os.read(source, CHUNK)
-                if not data:
-                    process.wait()
-                    return
-                send(connection, b"o", data)
-            elif has_ended:
-                return
 
     # The end.
 
@@ -390,52 +354,6 @@ def inside(config):
     options = config.get("container_options")
     assert isinstance(options, list)
     return [program, "--quiet", "exec"] + options + [image]
-
-
-def feed(connection, process, over):
-    # type: (socket.socket, subprocess.Popen[bytes], threading.Event) -> None
-    """Write a command's input; end the command if the client goes away before it has ended."""
-    assert process.stdin is not None
-    try:
-        while True:
-            size = struct.unpack("!I", read_exactly(connection, 4))[0]
-            if not size:
-                break
-            data = read_exactly(connection, size)
-            try:
-                process.stdin.write(data)
-                process.stdin.flush()
-            except OSError:
-                pass  # The command does not read all of it.
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        connection.recv(1)
-    except (OSError, EOFError):
-        pass
-    if not over.is_set():
-        kill_group(process)
-
-
-def kill_group(process):
-    # type: (subprocess.Popen[bytes]) -> None
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def send(connection, kind, data):
-    # type: (socket.socket, bytes, bytes) -> None
-    connection.sendall(kind + struct.pack("!I", len(data)) + data)
-
-
-def read_exactly(connection, size):
-    # type: (socket.socket, int) -> bytes
-    data = bytearray()
-    while len(data) < size:
-        piece = connection.recv(min(CHUNK, size - len(data)))
-        if not piece:
-            raise EOFError("the client has gone")
-        data += piece
-    return bytes(data)
 
 
 def read_line(connection):

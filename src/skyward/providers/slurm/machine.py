@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import json
 import socket
-import struct
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from skyward.errors import UnreachableError
 from skyward.providers import Machine
+from skyward.providers.piped import Piped
 from skyward.providers.slurm.states import JobStates
 from skyward.wire.connecting import host_and_port
 
-CHUNK = 256 << 10
 NOTICE = "skyward.providers.slurm.notice"
 
 
@@ -35,7 +33,7 @@ class JobNodes(Protocol):
         """Give a node back, and with the last one the job."""
 
 
-class SlurmMachine(Machine):
+class SlurmMachine(Piped, Machine):
     """One node of a job, for one node of the pool."""
 
     def __init__(
@@ -64,37 +62,28 @@ class SlurmMachine(Machine):
     def __repr__(self) -> str:
         return f"SlurmMachine({self.id!r})"
 
-    async def run(
-        self,
-        command: Sequence[str],
-        *,
-        input: bytes = b"",
-        output: Callable[[bytes], None] | None = None,
-    ) -> int:
-        """Have the keeper run a command."""
+    async def pipe(self, command: Sequence[str]) -> socket.socket:
+        """Have the keeper run a program."""
         self._check()
-        connection = await self._jobs.pipe(self.job, self.host, "keeper")
-        work = asyncio.create_task(
-            asyncio.to_thread(_run, connection, list(command), input, output)
-        )
+        end = await self._jobs.pipe(self.job, self.host, "keeper")
+        asked = json.dumps({"ask": "run", "command": list(command)})
+        end.setblocking(False)
         try:
-            status = await asyncio.shield(work)
-        except BaseException:
+            # If nobody takes it, the socket is at its end.
             with contextlib.suppress(OSError):
-                # This wakes the thread, and the keeper kills the command.
-                connection.shutdown(socket.SHUT_RDWR)
-            await asyncio.wait({work})
-            if not work.cancelled():
-                work.exception()
+                await asyncio.get_running_loop().sock_sendall(end, asked.encode() + b"\n")
+        except BaseException:
+            end.close()
             raise
-        finally:
-            connection.close()
-        if status is None:
-            raise UnreachableError(
-                f"job {self.job}: a command on {self.host} ended with its connection; "
-                f"{await self._jobs.states.how_it_is(self.job, self.host)}"
-            )
-        return status
+        end.setblocking(True)
+        return end
+
+    async def why_lost(self) -> str:
+        """What Slurm says of the job, and of the node."""
+        return (
+            f"job {self.job}: a command on {self.host} ended with its connection; "
+            f"{await self._jobs.states.how_it_is(self.job, self.host)}"
+        )
 
     async def dial(self, endpoint: str) -> socket.socket:
         """Connect through a step of the job on that node."""
@@ -126,53 +115,3 @@ class SlurmMachine(Machine):
         if self._destroyed or not self.host:
             state = "is gone" if self._destroyed else "waits in the queue"
             raise UnreachableError(f"node {self.node}: job {self.job} {state}")
-
-
-def _run(
-    connection: socket.socket,
-    command: Sequence[str],
-    input: bytes,
-    output: Callable[[bytes], None] | None,
-) -> int | None:
-    """Speak with the keeper; None if the connection ends before the command."""
-    # The command may write much before it reads.
-    sending = threading.Thread(
-        target=_send, args=(connection, command, input), name="skyward-slurm-input", daemon=True
-    )
-    sending.start()
-    try:
-        while True:
-            head = _read(connection, 5)
-            kind, (size,) = head[:1], struct.unpack("!I", head[1:])
-            data = _read(connection, size)
-            if kind == b"x":
-                return int(struct.unpack("!i", data)[0])
-            if output is not None:
-                output(data)
-    except (OSError, EOFError):
-        return None
-    finally:
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-        sending.join()
-
-
-def _send(connection: socket.socket, command: Sequence[str], input: bytes) -> None:
-    asked = json.dumps({"ask": "run", "command": list(command)})
-    view = memoryview(input)
-    with contextlib.suppress(OSError):
-        connection.sendall(asked.encode() + b"\n")
-        for start in range(0, len(view), CHUNK):
-            piece = view[start : start + CHUNK]
-            connection.sendall(struct.pack("!I", len(piece)) + piece)
-        connection.sendall(struct.pack("!I", 0))
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = connection.recv(min(CHUNK, size - len(data)))
-        if not piece:
-            raise EOFError
-        data += piece
-    return bytes(data)
