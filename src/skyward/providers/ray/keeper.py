@@ -5,7 +5,8 @@ starts the keeper and holds a pipe to it. When the pipe closes, by whatever end 
 keeper kills all that it started, removes the machine's folder, and ends.
 
 A connection is TLS 1.3 with the pool's certificates. It begins with one line of JSON that says what
-to do; frames follow, each with a letter and a length: i(nput), o(utput), e(nd), s(tatus).
+to do. The keeper answers with a frame s(tart), which is empty unless it says why there is nothing.
+More frames follow, each with a letter and a length: i(nput), o(utput), e(nd).
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ MARK = "SKYWARD_RAY_MACHINE"
 FRAME = struct.Struct("!cI")
 CHUNK = 1 << 18
 LONGEST_LINE = 1 << 17
-CLOSE_SECONDS = 30.0
-"""How long the client may take to close a connection whose command has ended."""
 KILL_ROUNDS = 50
 """How often the keeper looks for processes that a dying process has started, 20 ms apart."""
 
@@ -101,84 +100,64 @@ class NodeKeeper:
         """Do what a connection asks for."""
         try:
             asked = json.loads(await reader.readline())
-            if asked["do"] == "run":
-                await self.run(asked["command"], reader, writer)
-            else:
-                await self.dial(asked["endpoint"], reader, writer)
+            await self.lead(asked, reader, writer)
         except (OSError, EOFError, ValueError, KeyError):
             pass  # Whoever connected is gone, or is not our client.
         finally:
             writer.close()
 
-    # Commands.
-
-    async def run(
-        self, command: list[str], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    async def lead(
+        self, asked: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Run a command; if the connection ends first, so does the command."""
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                cwd=self.folder,
-                env=self.environment,
-                start_new_session=True,
-            )
-        except OSError as problem:
-            write_frame(writer, b"o", f"{command[0]}: {problem.strerror}\n".encode())
-            write_frame(writer, b"s", b"127" if isinstance(problem, FileNotFoundError) else b"126")
-            await writer.drain()
-            await asyncio.wait({asyncio.ensure_future(reader.read())}, timeout=CLOSE_SECONDS)
-            return
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.groups.add(process.pid)
-        feeding = asyncio.ensure_future(feed(process.stdin, reader))
-        try:
-            printing = asyncio.ensure_future(show(process.stdout, writer))
-            # The frames of the input end with the connection, not with the input.
-            await asyncio.wait({feeding, printing}, return_when=asyncio.FIRST_COMPLETED)
-            if not printing.done():
-                kill_group(process.pid)
-            await printing
-            status = await process.wait()
-            write_frame(writer, b"s", str(status if status >= 0 else 128 - status).encode())
-            await writer.drain()
-            # Closed while input is still coming, a connection is reset, and the status is lost.
-            await asyncio.wait({feeding}, timeout=CLOSE_SECONDS)
-        finally:
-            feeding.cancel()
-            if process.returncode is None:
-                kill_group(process.pid)
-                await process.wait()
-            self.groups.discard(process.pid)
+        """Copy what comes both ways, to a program or to a socket of this host.
 
-    # Connections.
-
-    async def dial(
-        self, endpoint: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Connect to a socket of this host, and copy what comes both ways."""
-        family, _, place = endpoint.partition(":")
+        A program that still runs when the connection ends is killed.
+        """
+        process = None
         try:
-            if family == "unix":
-                there, back = await asyncio.open_unix_connection(place)
+            if asked["do"] == "run":
+                process, there, back = await self.start(asked["command"])
             else:
-                host, _, port = place.rpartition(":")
-                there, back = await asyncio.open_connection(host, int(port))
+                there, back = await connected(asked["endpoint"])
         except OSError as problem:
             write_frame(writer, b"s", f"{problem.errno or 0} {problem.strerror}".encode())
             await writer.drain()
             return
-        write_frame(writer, b"s", b"")
+        write_frame(writer, b"s")
         copying = asyncio.ensure_future(show(there, writer))
+        copying.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            await asyncio.gather(feed(back, reader), copying)
+            await feed(back, reader)
         finally:
             copying.cancel()
             back.close()
+            if process is not None:
+                if process.returncode is None:
+                    kill_group(process.pid)
+                await process.wait()
+                self.groups.discard(process.pid)
+
+    async def start(
+        self, command: list[str]
+    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Run a program in the machine's folder; gives the socket that is its input and output."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=asyncio.subprocess.DEVNULL,
+                    cwd=self.folder,
+                    env=self.environment,
+                    start_new_session=True,
+                )
+            self.groups.add(process.pid)
+            return (process, *await asyncio.open_unix_connection(sock=ours))
+        except BaseException:
+            ours.close()
+            raise
 
     # The end.
 
@@ -187,6 +166,15 @@ class NodeKeeper:
         for group in self.groups:
             kill_group(group)
         clear(self.label, self.folder, self.given["node_folder"])
+
+
+async def connected(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to a socket of this host."""
+    family, _, place = endpoint.partition(":")
+    if family == "unix":
+        return await asyncio.open_unix_connection(place)
+    host, _, port = place.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
 
 
 async def feed(pipe: asyncio.StreamWriter, reader: asyncio.StreamReader) -> None:

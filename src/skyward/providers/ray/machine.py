@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from skyward.errors import UnreachableError
 from skyward.providers import Machine
+from skyward.providers.piped import Piped
 from skyward.providers.ray.keeper import CHUNK, read_frame, write_frame
 
 END_SECONDS = 2.0
@@ -64,7 +65,7 @@ class DriverLink(Protocol):
         """A connection to the keeper of a node, which begins with what is asked of it."""
 
 
-class RayMachine(Machine):
+class RayMachine(Piped, Machine):
     """The machine of one node."""
 
     may_be_here = True
@@ -107,7 +108,7 @@ class RayMachine(Machine):
             return found
         raise UnreachableError(await self._why_unreachable(problem)) from problem
 
-    async def _why_unreachable(self, problem: Exception | None) -> str:
+    async def _why_unreachable(self, problem: object) -> str:
         if await self._is_gone():
             return f"node {self.node}: {await self._how_it_ended()}"
         return (
@@ -126,32 +127,24 @@ class RayMachine(Machine):
             return await self._link.why_over() or reason or "it has ended"
         return "it has ended"
 
-    # Commands.
+    # Programs and connections.
 
-    async def run(
-        self,
-        command: Sequence[str],
-        *,
-        input: bytes = b"",
-        output: Callable[[bytes], None] | None = None,
-    ) -> int:
-        """Run a process in the machine's folder, through its keeper."""
-        reader, writer = await self._connection({"do": "run", "command": list(command)})
-        feeding = asyncio.ensure_future(_feed(writer, input))
+    async def pipe(self, command: Sequence[str]) -> socket.socket:
+        """Run a program in the machine's folder, through its keeper."""
         try:
-            while True:
-                kind, data = await read_frame(reader)
-                if kind == b"o" and output is not None:
-                    output(data)
-                elif kind == b"s":
-                    return int(data)
-        except (EOFError, OSError) as problem:
-            if not self._destroyed:
-                await self._until_gone()
-            raise UnreachableError(await self._why_unreachable(problem)) from problem
-        finally:
-            feeding.cancel()
-            writer.close()
+            return await self._bridged({"do": "run", "command": list(command)}, command[0])
+        except ConnectionResetError as problem:
+            raise UnreachableError(await self.why_lost()) from problem
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """Connect through the keeper, which copies what comes to the socket."""
+        return await self._bridged({"do": "dial", "endpoint": endpoint}, endpoint)
+
+    async def why_lost(self) -> str:
+        """How the machine has ended, if it has."""
+        if not self._destroyed:
+            await self._until_gone()
+        return await self._why_unreachable("the connection was lost")
 
     async def _until_gone(self) -> None:
         """Give the driver time to say that the machine has ended, if it has."""
@@ -159,22 +152,20 @@ class RayMachine(Machine):
         while not await self._is_gone() and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.1)
 
-    # Connections.
-
-    async def dial(self, endpoint: str) -> socket.socket:
-        """Connect through the keeper, which copies what comes to the socket."""
-        reader, writer = await self._connection({"do": "dial", "endpoint": endpoint})
+    async def _bridged(self, asked: dict[str, Any], name: str) -> socket.socket:
+        """A socket that leads to what is asked of the keeper."""
+        reader, writer = await self._connection(asked)
         try:
             _, refusal = await read_frame(reader)
             if refusal:
                 number, _, words = refusal.decode(errors="replace").partition(" ")
-                raise OSError(int(number), f"{endpoint} on {self.id}: {words}")
+                raise OSError(int(number), f"{name} on {self.id}: {words}")
             mine, given = socket.socketpair()
             mine.setblocking(False)
             near = await asyncio.open_unix_connection(sock=mine)
         except EOFError:
             writer.close()
-            raise ConnectionResetError(f"{endpoint} on {self.id}: the connection ended") from None
+            raise ConnectionResetError(f"{name} on {self.id}: the connection ended") from None
         except BaseException:
             writer.close()
             raise
@@ -200,17 +191,6 @@ class RayMachine(Machine):
         if not self._destroyed:
             await self._link.end(self.node, self._place)
             self._destroyed = True
-
-
-async def _feed(writer: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        for start in range(0, len(data), CHUNK):
-            if writer.is_closing():
-                return
-            write_frame(writer, b"i", data[start : start + CHUNK])
-            await writer.drain()
-        write_frame(writer, b"e")
-        await writer.drain()
 
 
 async def _bridge(far: _Streams, near: _Streams) -> None:
