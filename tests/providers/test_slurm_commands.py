@@ -507,13 +507,16 @@ def run_script(site: Site, **variables: str) -> int:
 
 
 def test_why_the_keepers_failed_is_told_though_the_job_has_no_folder_for_files(site: Site) -> None:
-    before = set(Path("/tmp").glob("sky.??????"))
+    made, mktemp = site.folder / "made", site.folder / "mktemp"
+    mktemp.write_text(f'#!/bin/sh\n/usr/bin/mktemp "$@" | tee -a "{made}"\n')
+    mktemp.chmod(0o755)
     site.answers("srun", "", error="skyward: no Python\n", status=78)
 
     assert run_script(site, TMPDIR="/nothing/here") == 78
 
     assert site.calls("scontrol") == [["update", "JobId=42", "Comment=skyward: no Python"]]
-    assert set(Path("/tmp").glob("sky.??????")) <= before
+    (file,) = made.read_text().split()
+    assert not Path(file).exists()
 
 
 def test_the_warning_goes_to_all_nodes_in_one_step(site: Site) -> None:
