@@ -49,19 +49,24 @@ def total(values: Any) -> float:
 def greeting(address: str) -> str:
     """What a peer's server says, over the network between the containers."""
     import socket
-    import threading
+    import time
 
     info = sky.instance_info()
     if info.node == 0:
         with socket.create_server((info.peers[0].address, 4747)) as server:
-            server.settimeout(20)
+            server.settimeout(60)
             end, _ = server.accept()
             end.sendall(b"hello from node 0")
             end.close()
         return ""
-    threading.Event().wait(0.5)
-    with socket.create_connection((address, 4747), 20) as end:
-        return end.recv(100).decode()
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with socket.create_connection((address, 4747), 20) as end:
+                return end.recv(100).decode()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "node 0 does not listen"
+            time.sleep(0.05)
 
 
 def test_a_pool_runs_in_containers_that_see_each_other(
