@@ -580,6 +580,7 @@ def test_long_tensors_change_places_over_a_network(over_network: list[torch.devi
     assert torch.equal(there.cpu(), x)
 
 
+@only_in_all
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "lost",

@@ -231,6 +231,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_first(
     assert summed() @ compute == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
+@only_in_all
 def test_an_interrupted_broadcast_leaves_no_collective_for_the_next(
     compute: sky.Compute, tmp_path: Path
 ) -> None:
