@@ -16,8 +16,7 @@ from skyward.calls.standing import Standing
 from skyward.calls.task import Failed
 from skyward.compute.broadcasting import Ranks, failures_told, first_failed
 from skyward.errors import Outcome
-from skyward.nodes.stacks import ProcessStacks, StackFrame, Stacks, ThreadStack
-from skyward.nodes.standings import standing_of
+from skyward.nodes.stacks import ProcessStacks, StackFrame, Stacks, ThreadStack, standing_of
 
 torch = pytest.importorskip("torch")
 

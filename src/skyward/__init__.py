@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from skyward.gathering import gather as gather
     from skyward.groups import InstanceGroup as InstanceGroup
     from skyward.market import Offer as Offer
+    from skyward.nodes.node import NodeView as NodeView
     from skyward.nodes.stacks import Stacks as Stacks
-    from skyward.nodes.view import NodeView as NodeView
     from skyward.numbers import log as log
     from skyward.objects.handles import Handle as Handle
     from skyward.objects.handles import put as put
@@ -185,7 +185,7 @@ _HOMES = {
     "groups": ("InstanceGroup",),
     "market": ("Offer",),
     "nodes.stacks": ("Stacks",),
-    "nodes.view": ("NodeView",),
+    "nodes.node": ("NodeView",),
     "numbers": ("log",),
     "objects.handles": ("Handle", "put"),
     "plugins.plugin": ("Plugin",),

@@ -36,12 +36,11 @@ from skyward.future import Future
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.ledger import Ledger
-from skyward.nodes.node import Node
+from skyward.nodes.node import Node, NodeView
 from skyward.nodes.reaching import Adoption
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks, read_stacks
 from skyward.nodes.usage import NodeUsage
-from skyward.nodes.view import NodeView
 from skyward.spec import Nodes
 from skyward.state.link import RemoteLink
 from skyward.state.reaching import OWNER

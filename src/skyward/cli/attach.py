@@ -37,7 +37,7 @@ def attach(name: str | None, target: str | None, source: str | None) -> None:
 
     record = keeping.read(name)
     if target is not None:
-        from skyward.nodes.moving import exported
+        from skyward.nodes.reaching import exported
 
         _export(exported(record), Path(target))
         return
@@ -61,7 +61,7 @@ def _export(data: bytes, path: Path) -> None:
 
 
 def _import(path: Path, name: str | None) -> None:
-    from skyward.nodes.moving import imported
+    from skyward.nodes.reaching import imported
 
     record = imported(path.read_bytes(), str(path), name)
     if output.wants_json():

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from skyward.compute.stats import Stats, stats_of
 from skyward.compute.values import Keeping
 from skyward.errors import ConfigurationError, NoDeviceError
+from skyward.nodes.node import NodeView
 from skyward.nodes.stacks import Stacks
 from skyward.nodes.usage import NodeUsage
-from skyward.nodes.view import NodeView
 from skyward.spec import Nodes
 from skyward.state.link import StateLink
 

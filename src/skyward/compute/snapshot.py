@@ -8,9 +8,9 @@ from skyward.compute.stats import done
 from skyward.console import html
 from skyward.console.measures import of_size, size
 from skyward.market import money
+from skyward.nodes.node import NodeView
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.usage import NodeUsage
-from skyward.nodes.view import NodeView
 from skyward.pool import Pool
 
 SHOWN_NODES = 32

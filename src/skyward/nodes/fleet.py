@@ -35,24 +35,23 @@ from skyward.nodes.host import DESTROY_SECONDS, Host
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.keeper import PoolKeeper, authority_of, new_record, note_pool
 from skyward.nodes.keeping import KeptNode, KeptPool
-from skyward.nodes.leaving import leave
 from skyward.nodes.ledger import Ledger
-from skyward.nodes.node import PING_SECONDS, Node, Roster
+from skyward.nodes.node import PING_SECONDS, Node, NodeView, Roster
 from skyward.nodes.occupancy import check_jobs
 from skyward.nodes.pool_devices import PoolDevices
 from skyward.nodes.preparing import Preparer
 from skyward.nodes.reaching import Adoption, lock
 from skyward.nodes.scaling import Scaler
 from skyward.nodes.spec import PoolSpec
-from skyward.nodes.standings import Standings
-from skyward.nodes.sweeping import swept
+from skyward.nodes.stacks import Standings
 from skyward.nodes.usage import NodeUsage, UsageDesk
-from skyward.nodes.view import NodeView, view_of
-from skyward.providers import Machine, Order
+from skyward.providers import Machine, Order, sweeps
 from skyward.spec import Nodes
 from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import Channel
 from skyward.wire.identity import CLIENT
 from skyward.wire.messages import (
+    Detach,
     DeviceDown,
     DeviceUp,
     Message,
@@ -76,6 +75,9 @@ PREPARE_SECONDS = 1800.0
 PART_SECONDS = 20.0
 """How long idle executors of a pool that stays have to part from a client: they answer at once,
 but on a busy machine their processors may be taken for seconds, and to replace them costs more."""
+PART_LOOK_SECONDS = 0.005
+SWEEP_SECONDS = 180.0
+"""How long a provider may take to remove what a pool has besides machines."""
 CLOSE_SECONDS = 30.0
 """How long the end of a pool waits for what its provider still does."""
 RUN_SECONDS = 5.0
@@ -699,7 +701,7 @@ class Fleet:
         """Leave the nodes to other clients: idle executors stay as they are."""
         self.roster.close()
         self.devices.desk.close("its client left the pool")
-        leave(self.nodes, self.preparer.entered_by, max(seconds, PART_SECONDS))
+        self._part(max(seconds, PART_SECONDS))
         self._end([node for node in self.nodes if not node.host.stays], 0)
         for node in self.nodes:
             node.stop()
@@ -707,6 +709,31 @@ class Fleet:
         for node in self.nodes:
             node.forget()
         self._end_allocation()
+
+    def _part(self, seconds: float) -> None:
+        """Part from all executors, then from the agents; each waits for so many seconds at most.
+
+        An executor that still runs a task, or does not answer, is replaced.
+        """
+        serving = [node for node in self.nodes if node.control is not None and node.host.stays]
+        groups = {node: self.preparer.entered_by(node) for node in serving}
+        lanes = [(node, lane) for node in serving for lane in list(node.lanes.values())]
+        deadline = time.monotonic() + seconds
+        idle = [lane for _, lane in lanes if not lane.tasks and not lane.lost]
+        for lane in idle:
+            lane.channel.expect_end()
+            lane.tell(Detach())
+        parted = _ended([lane.channel for lane in idle], deadline)
+        left = [(node, lane) for node, lane in lanes if lane.channel not in parted]
+        for node, lane in left:
+            node.kill(lane, "its client left the pool while it ran a task")
+        controls = [node.control for node in serving if node.control is not None]
+        for control in controls:
+            control.expect_end()
+        for node in serving:
+            # If a member of a group is replaced, the group is of no use to the next client.
+            node.tell(Detach("" if left else groups[node]))
+        _ended(controls, deadline)
 
     def close(self, seconds: float) -> None:
         """End every node, in parallel."""
@@ -719,9 +746,30 @@ class Fleet:
         if spare:
             return
         self.keeper.forget()
-        provider, note = self.spec.provider, self.console.note
-        if not self._opened or swept(provider, self._id, self._journal, note):
+        if not self._opened or self._swept():
             self._journal.close_pool(self._id)
+
+    def _swept(self) -> bool:
+        """Have the provider remove what the pool has besides machines, when the last is gone.
+
+        False if something may be left.
+        """
+        provider = self.spec.provider
+        if not sweeps(provider):
+            return True
+        if self._journal.has_machines(self._id):
+            return False
+        sweeping = provider_loop.submit(provider.sweep(self._id))
+        try:
+            sweeping.result(SWEEP_SECONDS)
+        except Exception as problem:
+            sweeping.cancel()
+            self.console.note(
+                "what the pool had besides its machines could not be removed: "
+                f"{str(problem) or type(problem).__name__}; `sky down` tries again"
+            )
+            return False
+        return True
 
     def hurry(self) -> None:
         """End every machine now, even if another thread gives the agents time to end."""
@@ -773,7 +821,7 @@ class Fleet:
     def views(self) -> list[NodeView]:
         """The nodes as a user sees them."""
         with self.roster.lock:
-            return [view_of(node) for node in self.nodes]
+            return [node.view() for node in self.nodes]
 
     def usage(self, node: int) -> NodeUsage | None:
         """How busy a node is; None if it does not answer now."""
@@ -788,3 +836,12 @@ def beats_between_pings(nodes: int, orphan_timeout: float) -> int:
     """How many beats there are between two heartbeats of a node: more in a large pool."""
     often = int(orphan_timeout / (4 * PING_SECONDS))
     return max(1, min(-(-nodes // PINGS_A_BEAT), BEATS_MOST, often))
+
+
+def _ended(channels: list[Channel], deadline: float) -> set[Channel]:
+    """Wait until the other ends have closed these channels; returns those that they have."""
+    while True:
+        ended = {channel for channel in channels if channel.ended}
+        if len(ended) == len(channels) or time.monotonic() > deadline:
+            return ended
+        time.sleep(PART_LOOK_SECONDS)

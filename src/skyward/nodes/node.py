@@ -147,6 +147,19 @@ class Loss:
     control: Channel | None
 
 
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node as the user sees it."""
+
+    node: int
+    state: State
+    address: str
+    accelerator: str | None
+    accelerators: int
+    running: tuple[str, ...]
+    """The names of the tasks on the node."""
+
+
 class Retries:
     """The starts of one node that failed; the caller holds the node's lock."""
 
@@ -357,6 +370,17 @@ class Node:
         """Whether the node serves, or may serve without the user's help."""
         with self._lock:
             return self.is_expected and (self._state != "failed" or self.retries.may_help)
+
+    def view(self) -> NodeView:
+        """The node as it is now, for the user."""
+        return NodeView(
+            self.index,
+            self._state,
+            self.host.address,
+            self.host.accelerator,
+            self.host.accelerators,
+            tuple(task.name for lane in self.lanes.values() for task in lane.load.started()),
+        )
 
     def _move(self, to: State, *origins: State, why: str = "") -> bool:
         """Change the state if it is one of `origins`; without them, if `MOVES` allows it."""

@@ -8,6 +8,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from skyward.closing import Closing
 from skyward.errors import NodeLostError, PoolError, SkywardError
 from skyward.nodes import keeping, provider_loop
@@ -22,6 +24,7 @@ from skyward.providers import (
     Provider,
     Request,
     find_provider,
+    holds_keys,
     is_here,
     stops,
 )
@@ -91,6 +94,30 @@ def _machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode,
 
 async def _find(provider: Provider, pool: str) -> list[Machine]:
     return list(await provider.allocate(pool).find())
+
+
+def exported(record: KeptPool) -> bytes:
+    """The record with the provider's keys of the pool, for another machine.
+
+    Raises `PoolError` if the pool can only be used on this machine.
+    """
+    provider = provider_of(record)
+    keys = dict(provider.export_keys(record.id)) if holds_keys(provider) else {}
+    return keeping.encode(msgspec.structs.replace(record, keys=keys))
+
+
+def imported(data: bytes, where: str, name: str | None) -> KeptPool:
+    """Write down a record that was exported, under a name of its own if one is given."""
+    told = keeping.decode(data, where)
+    record = msgspec.structs.replace(told, name=name or told.name, keys={})
+    keeping.write(record, new=True)
+    try:
+        if told.keys and holds_keys(provider := provider_of(record)):
+            provider.import_keys(record.id, told.keys)
+    except BaseException:
+        keeping.forget(record.name, record.id)
+        raise
+    return record
 
 
 class MachinesGone(PoolError):

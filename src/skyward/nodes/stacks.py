@@ -9,10 +9,13 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
+from skyward.calls.lane import Lane
+from skyward.calls.standing import Standing
+from skyward.calls.task import Task
 from skyward.errors import SkywardError
 from skyward.wire.asking import ServiceConnection
 
@@ -21,7 +24,15 @@ ANSWER_SECONDS = 6.0
 AT_ONCE = 64
 """How many nodes the client asks at the same time."""
 
+STANDING_SECONDS = 2.8
+"""How long an agent has to answer; the client cancels the task a moment later in any case."""
+FRAMES = 2
+"""How many frames of the user's code an error shows."""
+
 _NO_TASK = (0, "", 0.0)
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "/lib/python3")
+_COLLECTIVES = ("/torch/distributed/", "/jax/experimental/multihost_utils.py")
+_WRAPPERS = ("wrapper", "<lambda>", "inner", "_fn")
 _WAITING = {"threading.py", "socket.py", "ssl.py", "selectors.py", "queue.py"}
 
 Open = Callable[[int, str], ServiceConnection]
@@ -245,3 +256,73 @@ def _frame(told: list[Any]) -> StackFrame:
     # A notebook's cells and a script's own file may be here alone.
     source = source or linecache.getline(file, line).strip()
     return StackFrame(file, line, function, source, internal)
+
+
+class Standings:
+    """Finds tasks on their workers; tasks of one node that are looked for at once share a look."""
+
+    def __init__(self, open_service: Open) -> None:
+        self._open = open_service
+        self._lock = threading.Lock()
+        self._asking: dict[int, Future[Stacks]] = {}
+
+    def find(self, lane: Lane, task: Task) -> Standing:
+        """Where a task is; waits for the node's agent."""
+        with self._lock:
+            asked = self._asking.get(lane.node)
+            if asked is None:
+                mine: Future[Stacks] = Future()
+                self._asking[lane.node] = mine
+        if asked is None:
+            try:
+                mine.set_result(node_stacks(lane.node, self._open, STANDING_SECONDS))
+            except BaseException as problem:
+                mine.set_exception(problem)
+            finally:
+                with self._lock:
+                    del self._asking[lane.node]
+            asked = mine
+        return standing_of(task.id, lane.pid, asked.result())
+
+
+def standing_of(task: int, pid: int, stacks: Stacks) -> Standing:
+    """Where a task is, from the stacks of its node and the process that has it."""
+    process = next((each for each in stacks if each.pid == pid), None)
+    if process is None:
+        problems = [each.problem for each in stacks if each.problem]
+        return Standing("where it was is not known" + "".join(f": {each}" for each in problems[:1]))
+    if task not in [number for number, _, _ in process.tasks]:
+        others = ", ".join(name for _, name, _ in process.tasks)
+        return Standing("it had not begun" + (f": its worker runs {others}" if others else ""))
+    thread = next((each for each in process.threads if each.task_id == task), None)
+    return _standing(thread, process)
+
+
+def _standing(thread: ThreadStack | None, process: ProcessStacks) -> Standing:
+    frames = thread.user_frames if thread is not None else ()
+    if not frames:
+        return Standing(f"where it was is not known: {process.problem or 'it shows no stack'}")
+    own = [frame for frame in frames if not _is_library(frame)] or list(frames)
+    innermost = own[-1]
+    place = f"{os.path.basename(innermost.file)}:{innermost.line} in {innermost.function}"
+    if innermost.source:
+        place += f": {innermost.source}"
+    shown = own[-FRAMES:] + ([frames[-1]] if frames[-1] is not innermost else [])
+    lines = "\n".join(f"  {line}" for frame in shown for line in str(frame).split("\n"))
+    collective = _collective(frames)
+    doing = f"it waited in the collective {collective}" if collective else "it was here"
+    if not process.answered:
+        doing += ", in C code that holds the interpreter"
+    return Standing(f"{doing}:\n{lines}", place, collective)
+
+
+def _is_library(frame: StackFrame) -> bool:
+    return frame.internal or any(each in frame.file for each in _LIBRARIES)
+
+
+def _collective(frames: tuple[StackFrame, ...]) -> str:
+    """The collective that the frames are in; empty if they are in none."""
+    for frame in frames:
+        if any(part in frame.file for part in _COLLECTIVES) and frame.function not in _WRAPPERS:
+            return frame.function
+    return ""
