@@ -216,15 +216,17 @@ class Dispatcher:
         borrower = self._loop.borrow(channel, task)
         if borrower is None:
             return
-        task.borrower = borrower
-        if not task.done:
-            borrower.wait()
-        task.borrower = None
-        with channel.reading:
-            result = None
-            if self._loop.lent.get(channel) is task and not task.done:
-                result = channel.take_result(task.id)
-        self._loop.give_back(channel, borrower)
+        result = None
+        try:
+            task.borrower = borrower
+            if not task.done:
+                borrower.wait()
+            with channel.reading:
+                if self._loop.lent.get(channel) is task and not task.done:
+                    result = channel.take_result(task.id)
+        finally:
+            task.borrower = None
+            self._loop.give_back(channel, borrower)
         if result is not None:
             self._answered(lane, result[0], (result[1], [], []))
             if self.lanes.refillable or self._releasing or self.packer.has_unused:

@@ -69,8 +69,11 @@ class Borrower:
         """Wait until there are bytes, or for `wake`; may return without either."""
         self._poll.register(self.descriptor, select.POLLIN)
         for ready, _ in self._poll.poll():
-            if ready != self.descriptor:
+            if ready == self._woken.fileno():
                 self._woken.recv(4096)
+            elif ready != self.descriptor:
+                # It has stayed, since a Ctrl-C had ended an earlier wait.
+                self._poll.unregister(ready)
         self._poll.unregister(self.descriptor)
 
     def wake(self) -> None:
@@ -78,8 +81,8 @@ class Borrower:
         with contextlib.suppress(OSError):
             self._waker.send(b"\0", socket.MSG_DONTWAIT)
 
-    def __del__(self) -> None:
-        # A caller that is interrupted drops it, and another thread may be about to wake it.
+    def close(self) -> None:
+        """Close the sockets; another thread may be about to wake this one."""
         self._woken.close()
         self._waker.close()
 
@@ -191,7 +194,9 @@ class Loop:
     def give_back(self, channel: Channel, borrower: Borrower | None) -> None:
         """Have the loop's thread read a channel again; `borrower` is used no longer."""
         with self._watching:
-            if borrower is not None:
+            if borrower is not None and self._stopped:
+                borrower.close()
+            elif borrower is not None:
                 self._borrowers.append(borrower)
             descriptor = self._descriptors.get(channel, -1)
             if self.lent.pop(channel, None) is not None and descriptor >= 0:
@@ -235,7 +240,8 @@ class Loop:
         for channel in list(self._forgotten):
             channel.close()
         with self._watching:
-            self._borrowers.clear()
+            while self._borrowers:
+                self._borrowers.pop().close()
             if isinstance(self._poller, select.epoll):
                 self._poller.close()
         os.close(self._wake_read)
