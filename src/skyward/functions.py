@@ -237,6 +237,9 @@ class Function(Generic[P, T]):
 
     def code(self) -> Code:
         """The encoded body; it is encoded again only after an object that it uses has changed."""
+        code = self._code
+        if code is not None and code.references.fresh():
+            return code
         with self._lock:
             if self._code is None or not self._code.references.fresh():
                 self._code = Code.of(self.body)

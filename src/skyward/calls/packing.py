@@ -106,6 +106,8 @@ class Packer:
         inputs: list[Iterator[Any]] = []
         if function.streamed_parameters:
             args, kwargs, inputs = split_streams(pending)
+        if not for_many and (small := encoding.encode_small(args, kwargs)) is not None:
+            return Parcel(small), inputs
         call = encoding.Arguments(function.name, function.parameter_names, args, kwargs)
         encoded = encoding.encode(call, own_modules=True, refer=refer)
         parcel = self.parcel(encoded, keep=keep, for_many=for_many)

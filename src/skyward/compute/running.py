@@ -50,7 +50,9 @@ class Running:
 
         >>> compute.run(train(x), on="head")
         """
-        pool = self._pool_for_calls()
+        pool = self._pool
+        if pool is None or pool.has_folders:
+            pool = self._pool_for_calls()
         if isinstance(pending, Making):
             return make(pool, pending, self._index(on))
         node = None if on is None else self._index(on)

@@ -159,6 +159,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return any(self._names[module] - sent for module, sent in self._sent.items())
 
 
+def encode_small(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Encoded | None:
+    """Encode arguments that need none of Skyward's own reducers; None if some do."""
+    if kwargs or not _SMALL.issuperset(map(type, args)):
+        return None
+    return Encoded([pickle.dumps((args, kwargs), 5)])
+
+
 def encode(
     value: Any,
     *,
@@ -178,13 +185,14 @@ def encode(
     Raises a `SerializationError` that names the part that cannot be sent, and the path to it from
     `what`.
     """
+    whole = value
     if isinstance(value, Arguments):
-        whole: Any = (value.args, value.kwargs)
-        plain = not value.kwargs and _SMALL.issuperset(map(type, value.args))
-    else:
-        whole, plain = value, type(value) in _SMALL
-    if plain:
-        return Encoded([pickle.dumps(whole, 5)])
+        small = encode_small(value.args, value.kwargs)
+        if small is not None:
+            return small
+        whole = (value.args, value.kwargs)
+    elif type(value) in _SMALL:
+        return Encoded([pickle.dumps(value, 5)])
     wanted = {module: set(found) for module, found in names.items()} if names else {}
     refers = refer is not None
     out, pickler = _dumped(value, whole, own_modules, wanted, what, stays, refers=refers)

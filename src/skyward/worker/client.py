@@ -49,7 +49,8 @@ class ClientConnection:
         """Send a message, with a packed value if it has one."""
         _, body, segments = sendable or (None, [], [])
         descriptors = [segment.descriptor for segment in segments] if segments else ()
-        channel = self.channel
+        channel = self._channel
+        assert channel is not None
         try:
             self._inbox.send_releases(channel)
             channel.send(message, body, descriptors)
@@ -61,7 +62,9 @@ class ClientConnection:
 
     def pack(self, value: Any, what: str = "the value") -> Sendable:
         """A value, laid out for sending; `what` names it in errors."""
-        return self.lay_out(encoding.encode(value, what=what))
+        channel = self._channel
+        assert channel is not None
+        return self.outbox.pack(encoding.encode(value, what=what), channel.shares_memory)
 
     def lay_out(self, encoded: Encoded) -> Sendable:
         """An encoded value, laid out for sending."""

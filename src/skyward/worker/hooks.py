@@ -54,7 +54,7 @@ class Entered:
         self._stack = contextlib.ExitStack()
         self._commands = Commands()
         self._ending = False
-        self._decorators: list[tuple[str, Decorate]] = []
+        self.decorators: list[tuple[str, Decorate]] = []
 
     def enter(self, data: bytes, info: InstanceInfo) -> None:
         """Run commands and enter contexts, plugin by plugin; if one fails, leave the others."""
@@ -74,7 +74,7 @@ class Entered:
                 if hooks.around is not None:
                     self._stack.enter_context(entered(hooks.around, info))
                 if hooks.decorate is not None:
-                    self._decorators.append((plugin, hooks.decorate))
+                    self.decorators.append((plugin, hooks.decorate))
         except Exception as problem:
             # With the problem, so that a hook knows that the start has failed.
             try:
@@ -95,7 +95,7 @@ class Entered:
 
     def decorated(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function in all plugins' wrappers; the first plugin's wrapper is outermost."""
-        for plugin, decorate in reversed(self._decorators):
+        for plugin, decorate in reversed(self.decorators):
             try:
                 function = decorate(function)
             except Exception as problem:

@@ -52,7 +52,7 @@ class Inbox:
     ) -> tuple[Pieces | None, list[bytes]]:
         """The pieces of an object whose body has been read, or the digests that are missing."""
         if not payload.buffers:
-            return payloads.unpack(payload, body, _nowhere), []
+            return payloads.unpack(payload, body, nowhere), []
         missing: list[bytes] = []
 
         def find(ref: Buffer) -> memoryview:
@@ -132,7 +132,8 @@ class Inbox:
             channel.send(Released(_emptied(self._mapped.released)))
 
 
-def _nowhere(ref: Buffer) -> memoryview:
+def nowhere(ref: Buffer) -> memoryview:
+    """Where the buffers of a payload are that has none."""
     raise ProtocolError("a buffer that is nowhere")
 
 

@@ -22,8 +22,8 @@ class Outbox:
     def pack(self, encoded: Encoded, shares_memory: bool) -> Sendable:
         """The payload and the body for an object, and the segments whose descriptors are sent."""
         if not encoded.buffers:
-            packed = payloads.pack(encoded, None)
-            return packed.payload, packed.body, []
+            length = encoded.pickle_length
+            return Payload(length, inline=length), encoded.pieces, []
         segments: list[memory.Segment] = []
         streamed: list[memoryview] = []
 

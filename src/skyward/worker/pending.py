@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from skyward.objects.payloads import Pieces
+from skyward.objects.payloads import Pieces, unpack
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Define, Missing, Run
 from skyward.worker.definitions import Definitions
-from skyward.worker.inbox import Inbox
+from skyward.worker.inbox import Inbox, nowhere
 
 
 @dataclass(slots=True)
@@ -49,9 +49,7 @@ class PendingTasks:
         with self._lock:
             self._channel = channel
             if not self._tasks and not run.pending and self._is_complete(run):
-                pieces, _ = self._inbox.find(channel, run.payload, body)
-                assert pieces is not None
-                self._admit(run, pieces)
+                self._admit(run, unpack(run.payload, body, nowhere))
                 return
             for task in self._tasks:
                 if task.run.task == run.task:

@@ -66,7 +66,11 @@ class JobRunner:
                 if streamed:
                     outcome = End(job.run.task, -1, None), None
                 else:
-                    sendable = self._pack(job, client, value, f"the result of {job.run.name}")
+                    what = f"the result of {job.run.name}"
+                    stays = job.run.stays
+                    sendable = (
+                        self._pack(job, client, value, what) if stays else client.pack(value, what)
+                    )
                     outcome = Result(job.run.task, ran, sendable[0]), sendable
             except Leave:
                 raise
@@ -112,7 +116,9 @@ class JobRunner:
         self._interrupts.calling[job.thread] = job
         if job.cancelled:
             raise Interrupted
-        value = self._hooks.decorated(function)(*args, **kwargs)
+        if self._hooks.decorators:
+            function = self._hooks.decorated(function)
+        value = function(*args, **kwargs)
         del args, kwargs
         if isinstance(value, types.CoroutineType):
             # Imported here: few functions need it, and it takes an executor 25 ms.
