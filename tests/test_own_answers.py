@@ -152,7 +152,7 @@ def interrupt(strike: int) -> Callable[..., None]:
 
     def step(frame: types.FrameType, event: str, argument: Any) -> None:
         nonlocal inside, count
-        if frame.f_code is Dispatcher._read_answer.__code__:
+        if frame.f_code is Dispatcher._send_and_read.__code__:
             inside += (event == "call") - (event == "return")
         if inside and event in ("call", "c_return"):
             count += 1

@@ -16,7 +16,7 @@ from skyward.calls.counts import Counts
 from skyward.calls.debuggers import DebuggerDesk
 from skyward.calls.held import HeldWorkers
 from skyward.calls.lane import Lane, Lanes
-from skyward.calls.loop import Loop
+from skyward.calls.loop import Borrower, Loop
 from skyward.calls.nesting import NestedCalls
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
@@ -183,15 +183,21 @@ class Dispatcher:
 
     # Tasks go out.
 
-    def run(self, task: Task, submit: Callable[[Task], Lane | None] | None = None) -> Any:
+    def run(self, task: Task, submit: Callable[[Task], None] | None = None) -> Any:
         """Submit a task and wait for its result; an exception meanwhile cancels the task.
 
         `submit` does that for a task that has to wait for its arguments.
         """
         try:
-            lane = self.submit(task) if submit is None else submit(task)
-            if lane is not None and lane.channel.shares_memory:
-                self._read_answer(lane, task)
+            if submit is not None:
+                submit(task)
+            elif (lane := self._begin(task)) is not None:
+                # Before it is sent: on a busy machine, the answer may be there a moment later.
+                borrower = self._loop.borrow(lane.channel, task)
+                if borrower is None:
+                    self._send(lane, task)
+                else:
+                    self._send_and_read(lane, task, borrower)
             return self.result(task)
         except BaseException:
             if task.cancellable:
@@ -206,18 +212,15 @@ class Dispatcher:
             self.flush_output(task)
         return answer.get()
 
-    def _read_answer(self, lane: Lane, task: Task) -> None:
-        """Read the answer of a task on this thread, if nothing else comes before it.
+    def _send_and_read(self, lane: Lane, task: Task, borrower: Borrower) -> None:
+        """Send a task and read its answer on this thread, if nothing else comes before it.
 
         A Ctrl-C may come after each step here. So all but a plain value stays for the loop's
         thread: the executor tells again, when `cancel` asks, that the task has ended.
         """
-        channel = lane.channel
-        borrower = self._loop.borrow(channel, task)
-        if borrower is None:
-            return
-        result = None
+        channel, result = lane.channel, None
         try:
+            self._send(lane, task)
             task.borrower = borrower
             if not task.done:
                 borrower.wait()
@@ -232,20 +235,23 @@ class Dispatcher:
             if self.lanes.refillable or self._releasing or self.packer.has_unused:
                 self._loop.call_soon(lambda: None)
 
-    def submit(self, task: Task) -> Lane | None:
-        """Send a task to an executor with a free slot, or queue it; returns that executor."""
+    def submit(self, task: Task) -> None:
+        """Send a task to an executor with a free slot, or queue it."""
+        lane = self._begin(task)
+        if lane is not None:
+            self._send(lane, task)
+
+    def _begin(self, task: Task) -> Lane | None:
+        """Give a task to an executor with a free slot, which it is to be sent to, or queue it."""
         try:
             with self.lanes.lock:
                 if self.closed:
                     raise PoolClosedError(self._why_closed)
                 self.counts.submitted += 1
-                lane = self._assign(task)
+                return self._assign(task)
         except KeyboardInterrupt:
             self._find_slots()
             raise
-        if lane is not None:
-            self._send(lane, task)
-        return lane
 
     def _find_slots(self) -> None:
         """Find every free slot again after a Ctrl-C, and fill it."""

@@ -179,7 +179,8 @@ class Loop:
         """
         with self._watching:
             descriptor = self._descriptors.get(channel, -1)
-            if descriptor < 0 or channel in self.lent or not kernel.HAS_EPOLL:
+            known = descriptor >= 0 and channel not in self.lent
+            if not (known and channel.shares_memory and kernel.HAS_EPOLL):
                 return None
             try:
                 self._poller.modify(descriptor, 0)

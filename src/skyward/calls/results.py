@@ -68,7 +68,7 @@ class ResultThread:
 
     # Tasks with futures as arguments.
 
-    def submit_later(self, tasks: Sequence[Task], submit: Callable[[], object]) -> None:
+    def submit_later(self, tasks: Sequence[Task], submit: Callable[[], None]) -> None:
         """Submit tasks once the futures among their arguments are done.
 
         At once if they are: a callback on this thread may wait for the result.
@@ -91,7 +91,7 @@ class ResultThread:
         for future in futures.values():
             future.add_done_callback(one_done)
 
-    def _submit(self, tasks: Sequence[Task], submit: Callable[[], object]) -> None:
+    def _submit(self, tasks: Sequence[Task], submit: Callable[[], None]) -> None:
         with self._lock:
             self._awaiting.difference_update(tasks)
         wanted = [task for task in tasks if not task.done]
