@@ -100,7 +100,7 @@ def test_a_home_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
         notes: list[str] = []
         provider = slurm_testbed.provider(extra=(f"--export=ALL,HOME={tmp_path}",))
         order = Order("t-home", 0, plain_request(), note=notes.append)
-        machine = await provider.create(order)
+        machine = await provider.allocate("t-home").get(order)
         await machine.destroy()
         return notes
 
@@ -130,7 +130,7 @@ def test_without_pyxis_commands_run_in_apptainers_container(tmp_path: Path) -> N
         provider = slurm_testbed.provider(container="pytorch:2", extra=(path,))
         volume = sky.Volume("/usr", "/data")
         request = dataclasses.replace(plain_request(), volumes=(volume,))
-        machine = await provider.create(Order("t-apptainer", 0, request))
+        machine = await provider.allocate("t-apptainer").get(Order("t-apptainer", 0, request))
         try:
             assert await machine.run(["sh", "-c", "exit 3"]) == 3
         finally:
@@ -172,7 +172,8 @@ def test_a_waiting_job_says_why_and_starts_when_there_is_room(blocked: str) -> N
 
     async def scenario() -> None:
         order = Order("t-waiting", 0, plain_request(), tell=told.append)
-        creating = asyncio.create_task(slurm_testbed.provider().create(order))
+        allocation = slurm_testbed.provider().allocate("t-waiting")
+        creating = asyncio.create_task(allocation.get(order))
         while not any("waits: " in each for each in told):
             assert not creating.done()
             await asyncio.sleep(0.05)
@@ -188,17 +189,18 @@ def test_the_first_node_of_a_job_may_end_before_the_others() -> None:
     """Slurm does not take back the node on which the job's script runs."""
 
     async def scenario() -> None:
-        provider = slurm_testbed.provider()
+        allocation = slurm_testbed.provider().allocate("t-first")
         orders = [Order("t-first", node, plain_request()) for node in range(2)]
-        first, second = await asyncio.gather(*(provider.create(order) for order in orders))
+        allocation.expect([0, 1])
+        first, second = await asyncio.gather(*map(allocation.get, orders))
 
         await first.destroy()
 
-        assert [machine.node for machine in await provider.find("t-first")] == [1]
+        assert [machine.node for machine in await allocation.find()] == [1]
         assert await second.alive()
         assert await second.run(["true"]) == 0
         await second.destroy()
-        assert await provider.find("t-first") == []
+        assert await allocation.find() == []
 
     asyncio.run(scenario())
 

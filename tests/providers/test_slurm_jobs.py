@@ -12,11 +12,9 @@ import skyward as sky
 from skyward.errors import PoolStartError, UnreachableError
 from skyward.providers import Order
 from skyward.providers.slurm import jobs as jobs_module
-from skyward.providers.slurm.asked import AskedJob
 from skyward.providers.slurm.commands import SlurmCluster
-from skyward.providers.slurm.jobs import Jobs
+from skyward.providers.slurm.jobs import AskedJob, SlurmAllocation
 from skyward.providers.slurm.login import Here
-from skyward.providers.together import GATHER_SECONDS
 
 from .slurm_site import RUNNING, WAITING, Site, request, site
 
@@ -26,36 +24,118 @@ ENDED = "42|CANCELLED|None|gpu|0:00|N/A||skyward:0-1"
 SILENT = "slurm_load_jobs error: Socket timed out on send/recv operation"
 
 
-def pool_jobs(provider: sky.Slurm) -> Jobs:
+def pool_jobs(provider: sky.Slurm) -> SlurmAllocation:
     """The jobs of a pool on this machine."""
-    jobs = Jobs(Here(), provider._submission, "p", lambda jobs: None)
+    jobs = provider.allocate("p")
     # Nothing here would use the connections to keepers that are opened ahead.
     jobs._spares.prepare = lambda job, hosts: None  # type: ignore[method-assign]
     return jobs
 
 
-def known(jobs: Jobs, *nodes: int) -> AskedJob:
+def known(jobs: SlurmAllocation, *nodes: int) -> AskedJob:
     """A job that was asked for and has run."""
-    asked = AskedJob(nodes=list(nodes), id="42", is_closed=True, has_run=True)
-    jobs._asked.append(asked)
-    return asked
+    job = AskedJob(list(nodes), "42", has_run=True)
+    jobs._jobs.append(job)
+    jobs._places |= dict.fromkeys(nodes, job)
+    return job
 
 
-@pytest.mark.parametrize(("released", "cancelled"), [((0, 1), True), ((1,), False)])
+@pytest.mark.parametrize(("ended", "cancelled"), [((0, 1), True), ((1,), False)])
 def test_a_job_that_was_put_back_is_cancelled_only_if_nobody_wants_it(
-    site: Site, monkeypatch: pytest.MonkeyPatch, released: tuple[int, ...], cancelled: bool
+    site: Site, ended: tuple[int, ...], cancelled: bool
 ) -> None:
-    monkeypatch.setattr(jobs_module, "REORDER_SECONDS", 0.0)
+    site.answers("squeue", WAITING.strip())
     site.changes("scancel", "squeue", ENDED)
 
     async def scenario() -> None:
         jobs = pool_jobs(sky.Slurm())
-        asked = known(jobs, 0, 1)
-        asked.released.update(released)
-        await jobs._cancel_later(asked)
+        known(jobs, 0, 1)
+        await asyncio.gather(*(jobs.end("42", node, f"n{node + 1}") for node in ended))
+        assert jobs._lost == set(ended)
+        assert site.calls("scancel") == []
+        await jobs.close()  # Nobody orders them again.
 
     asyncio.run(scenario())
     assert bool(site.calls("scancel")) is cancelled
+
+
+def test_a_node_of_a_job_that_was_put_back_waits_for_it(site: Site) -> None:
+    """No other job is submitted, and the machine of the first run gives nothing back."""
+    site.answers("squeue", WAITING.strip())
+
+    async def scenario() -> None:
+        jobs, told = pool_jobs(sky.Slurm()), list[str]()
+        job = known(jobs, 0, 1)
+        await jobs.end("42", 0, "n1")
+        getting = asyncio.create_task(jobs.get(Order("p", 0, request(), tell=told.append)))
+        while not told:
+            await asyncio.sleep(0.01)
+        await jobs.end("42", 0, "n1")
+        assert jobs._waiting(job) == [0]
+        getting.cancel()
+        await asyncio.wait({getting})
+        await jobs.close()
+
+    asyncio.run(scenario())
+    assert site.calls("sbatch") == site.calls("scancel") == []
+
+
+def test_a_lost_node_that_has_another_job_is_given_back_by_its_first(site: Site) -> None:
+    site.answers("squeue", RUNNING.strip())
+    site.answers("srun", f"{greeting(0, 'n1')}\n{greeting(1, 'n2')}")
+    site.answers("scontrol", "n1\nn2")
+    site.answers("sbatch", "43")
+
+    async def scenario() -> list[int]:
+        jobs = pool_jobs(sky.Slurm())
+        job = known(jobs, 0, 1)
+        job.hosts = {0: "n1", 1: "n2"}
+        again = await jobs.get(Order("p", 1, request()))
+        assert again.job == "42"  # As `squeue` here always says.
+        await jobs.end("42", 1, "n2")
+        assert again.node in jobs.wanted
+        await jobs.close()
+        return job.nodes
+
+    assert asyncio.run(scenario()) == [0]
+    assert ["update", "JobId=42", "NodeList=n1", "Comment=skyward:0"] in site.calls("scontrol")
+
+
+def test_a_found_node_is_given_back_without_the_others(site: Site) -> None:
+    """By a process that has ordered nothing, such as `sky down`."""
+    site.answers("srun", f"{greeting(0, 'n1')}\n{greeting(1, 'n2')}")
+    site.answers("scontrol", "n1\nn2")
+    site.changes("scancel", "squeue", ENDED)
+
+    async def scenario() -> None:
+        jobs = pool_jobs(sky.Slurm())
+        first, second = await jobs.find()
+        await second.destroy()
+        assert site.calls("scancel") == []
+        await first.destroy()
+
+    asyncio.run(scenario())
+    assert ["update", "JobId=42", "NodeList=n1", "Comment=skyward:0"] in site.calls("scontrol")
+    assert site.calls("scancel") == [["42"]]
+
+
+def test_the_end_of_the_allocation_closes_the_login(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Here] = []
+
+    async def close(login: Here) -> None:
+        closed.append(login)
+
+    monkeypatch.setattr(Here, "close", close)
+
+    async def scenario() -> None:
+        jobs = pool_jobs(sky.Slurm())
+        known(jobs, 0)  # The machines of a pool that stays.
+        await jobs.close()
+        assert closed == [jobs.login]
+
+    asyncio.run(scenario())
 
 
 def wait_for(
@@ -66,31 +146,13 @@ def wait_for(
     async def scenario() -> list[BaseException]:
         jobs = pool_jobs(provider)
         say = (told if told is not None else []).append
-        orders = [Order("p", node, request(), tell=say) for node in nodes]
-        getting = [jobs.get(order, provider.timeout) for order in orders]
+        jobs.expect(nodes)
+        getting = [jobs.get(Order("p", node, request(), tell=say)) for node in nodes]
         found = await asyncio.gather(*getting, return_exceptions=True)
+        await jobs.close()
         return [each for each in found if isinstance(each, BaseException)]
 
     return asyncio.run(scenario())
-
-
-def test_a_job_waits_for_the_late_order_of_a_node_that_comes_together_with_others(
-    site: Site,
-) -> None:
-    site.answers("squeue", WAITING.replace("Priority", "BadConstraints").strip())
-    site.changes("scancel", "squeue", ENDED)
-
-    async def scenario() -> None:
-        jobs = pool_jobs(sky.Slurm())
-        together = frozenset({0, 1})
-        first, second = (Order("p", node, request(), together=together) for node in (0, 1))
-        getting = asyncio.create_task(jobs.get(first, None))
-        await asyncio.sleep(5 * GATHER_SECONDS)
-        await asyncio.gather(getting, jobs.get(second, None), return_exceptions=True)
-
-    asyncio.run(scenario())
-    submitted = [call for call in site.calls("sbatch") if "--test-only" not in call]
-    assert ["--nodes=2" in call for call in submitted] == [True]
 
 
 def test_a_job_that_waits_too_long_is_cancelled_once_for_all_its_nodes(site: Site) -> None:
@@ -132,8 +194,8 @@ def test_a_node_whose_order_was_cancelled_is_given_back_by_who_finds_it(
 
     async def scenario() -> None:
         jobs = pool_jobs(sky.Slurm())
-        getting = asyncio.create_task(jobs.get(Order("p", 0, request()), None))
-        while not jobs._asked or not jobs._asked[0].id:
+        getting = asyncio.create_task(jobs.get(Order("p", 0, request())))
+        while not jobs._jobs or not jobs._jobs[0].id:
             await asyncio.sleep(0.01)
         getting.cancel()
         await asyncio.wait({getting})
@@ -212,18 +274,21 @@ def test_a_node_that_is_ordered_while_others_are_given_back_gets_its_machine(sit
 
     async def scenario() -> list[int]:
         jobs = pool_jobs(sky.Slurm())
-        asked = known(jobs, 0, 1)
-        asked.submitted.set()
-        asked.add(Order("p", 0, request()))
-        asked.released.add(1)
-        asked.following = jobs._start(jobs._follow(asked))
-        first = await asked.waiting[0]
-        settling = asked.settling
-        assert settling is not None
+        jobs.expect([0, 1])
+        first, second = (
+            asyncio.create_task(jobs.get(Order("p", node, request()))) for node in (0, 1)
+        )
+        while not jobs._jobs:
+            await asyncio.sleep(0.01)
+        # Before its job runs.
+        await asyncio.gather(jobs.release(1), second, return_exceptions=True)
+        machine = await first
         async with asyncio.timeout(60):
-            again = await jobs.get(Order("p", 0, request()), None)
-        await settling
-        return [first.node, again.node]
+            again = await jobs.get(Order("p", 0, request()))
+        while len(jobs._jobs[0].nodes) > 1:
+            await asyncio.sleep(0.01)
+        await jobs.close()
+        return [machine.node, again.node]
 
     assert asyncio.run(scenario()) == [0, 0]
     assert ["update", "JobId=42", "NodeList=n1", "Comment=skyward:0"] in site.calls("scontrol")

@@ -192,9 +192,8 @@ class SharedAllocation(Allocation[M]):
     async def close(self) -> None:
         """Give back the places that were kept for lost machines, and end all tasks."""
         self.closed = True
-        for node in list(self._lost):
-            with contextlib.suppress(PoolError):
-                await self.release(node)
+        with contextlib.suppress(PoolError):
+            await asyncio.gather(*map(self.release, self._lost))
         self._lost.clear()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
@@ -211,8 +210,13 @@ class SharedAllocation(Allocation[M]):
     def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # Who waits for the task has it.
 
     def _check(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and (problem := task.exception()) is not None:
@@ -277,7 +281,8 @@ class SharedAllocation(Allocation[M]):
         except PoolError as failure:
             if isinstance(problem, PoolStartError):
                 problem.leaves_machine = True
-            problem.add_note(str(failure))
+            if str(failure) not in getattr(problem, "__notes__", ()):
+                problem.add_note(str(failure))  # Once, if several nodes have one problem.
 
     async def _release(self) -> None:
         # The other nodes of the pool may be released as well.

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, UnreachableError
-from skyward.providers import Allocation, Capabilities, Order, Remains, Request, find_provider
+from skyward.providers import Capabilities, Remains, Request, find_provider
 from skyward.providers.hosts import NamedHosts
 from skyward.providers.slurm.commands import SlurmCluster, check_has_cluster
-from skyward.providers.slurm.jobs import Jobs
+from skyward.providers.slurm.jobs import SlurmAllocation
 from skyward.providers.slurm.login import Here, Login, Remote
 from skyward.providers.slurm.submission import Submission
-
-if TYPE_CHECKING:
-    from skyward.providers.slurm.machine import SlurmMachine
 
 __all__ = ["Slurm"]
 
@@ -37,9 +33,6 @@ _OWNED = {
     **dict.fromkeys(("--wrap", "-W", "--wait", "--parsable", "--test-only", "-k", "--no-kill"), ""),
 }
 """Options of `sbatch` that are the provider's own, and why."""
-_Key = tuple[asyncio.AbstractEventLoop, "Slurm", str]
-_pools: dict[_Key, Jobs] = {}
-"""The jobs of each pool, on the event loop that asked for them."""
 
 
 @dataclass(frozen=True)
@@ -205,29 +198,9 @@ class Slurm:
         """None: what a cluster's nodes cost is unknown."""
         return None
 
-    def allocate(self, pool: str) -> Allocation[SlurmMachine]:
-        """The pool's machines, made one by one."""
-        return Allocation(self, pool)
-
-    async def create(self, order: Order) -> SlurmMachine:
-        """Have a job with a task for the node, and wait until it runs."""
-        return await self._jobs(order.pool).get(order, self.timeout)
-
-    async def find(self, pool: str) -> Sequence[SlurmMachine]:
-        """The nodes that the pool's jobs are for."""
-        return await self._jobs(pool).find()
-
-    def _jobs(self, pool: str) -> Jobs:
-        key = asyncio.get_running_loop(), self, pool
-        found = _pools.get(key)
-        if found is None or found.closed:
-            for old in [each for each in _pools if each[0].is_closed()]:
-                del _pools[old]
-            login = self._login()
-            found = _pools[key] = Jobs(
-                login, self._submission, pool, lambda jobs: _forget(key, jobs)
-            )
-        return found
+    def allocate(self, pool: str) -> SlurmAllocation:
+        """The jobs of the pool."""
+        return SlurmAllocation(pool, self._login(), self._submission, self.timeout)
 
     @property
     def _submission(self) -> Submission:
@@ -243,8 +216,3 @@ class Slurm:
             python=self.python,
             is_direct=self._ssh is None,
         )
-
-
-def _forget(key: _Key, jobs: Jobs) -> None:
-    if _pools.get(key) is jobs:
-        del _pools[key]

@@ -7,13 +7,13 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from skyward.errors import PoolError, PoolStartError, UnavailableError, UnreachableError
 from skyward.providers import Order
+from skyward.providers.allocation import GATHER_SECONDS, SharedAllocation
 from skyward.providers.slurm import pending, steps
-from skyward.providers.slurm.asked import AskedJob
 from skyward.providers.slurm.commands import SlurmCluster, SlurmJob
 from skyward.providers.slurm.login import Login
 from skyward.providers.slurm.machine import SlurmMachine
@@ -21,7 +21,6 @@ from skyward.providers.slurm.spares import Spares
 from skyward.providers.slurm.states import JobStates, how_it_ended
 from skyward.providers.slurm.steps import Greeting
 from skyward.providers.slurm.submission import Submission
-from skyward.providers.together import GATHER_SECONDS, gather
 
 POLL_SECONDS, LONGEST_POLL_SECONDS = 0.1, 2.0
 """How often the client asks for a job that waits: at first, and after some time."""
@@ -29,179 +28,152 @@ PLACE_SECONDS = 15.0
 """How often the client asks for the place of a job in the queue."""
 GREETING_SECONDS = 60.0
 """How long a job that runs may take to start its keepers."""
-REORDER_SECONDS = 10.0
-"""How long a job that Slurm has put back into the queue waits for its nodes to be ordered again."""
-
-_stopped: dict[str, str] = {}
-"""The jobs that somebody else cancelled, by pool: such a pool asks for no new ones."""
 
 
-class Jobs:
-    """The jobs of one pool, as one event loop sees them."""
+@dataclass(eq=False)
+class AskedJob:
+    """One job of the pool."""
+
+    nodes: list[int]
+    """The nodes of the pool that it has room for."""
+    id: str = ""
+    """Its number; empty until Slurm has accepted it."""
+    hosts: dict[int, str] = field(default_factory=dict)
+    has_run: bool = False
+    is_cancelled: bool = False
+    """Whether the pool itself has cancelled it."""
+    following: asyncio.Task[None] | None = None
+    """The task that waits until it runs."""
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether somebody waits until it runs."""
+        return self.following is not None and not self.following.done()
+
+
+class SlurmAllocation(SharedAllocation[SlurmMachine]):
+    """The jobs of one pool: nodes that are ordered later have a job of their own."""
 
     def __init__(
-        self, login: Login, submission: Submission, pool: str, forget: Callable[[Jobs], None]
+        self, pool: str, login: Login, submission: Submission, timeout: float | None
     ) -> None:
-        """`forget` is called when the pool has no jobs any more."""
-        self.login, self.pool = login, pool
+        super().__init__(pool)
+        self.timeout = timeout
+        self.login = login
         self.cluster = SlurmCluster(login)
-        self._submission, self._forget = submission, forget
-        self._asked: list[AskedJob] = []
-        self.states = JobStates(self.cluster, self._start)
+        self.states = JobStates(self.cluster, self._begin)
         """What Slurm says of the jobs."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._submission = submission
+        self._jobs: list[AskedJob] = []
+        self._places: dict[int, AskedJob] = {}
+        """The job that each node belongs to; of a job's nodes, the others are to be given back."""
         self._spares = Spares(self._pipe)
         self._finding: asyncio.Task[list[SlurmMachine]] | None = None
         """The task that looks for nodes, unless it has begun."""
+        self._stopped = ""
+        """A job that somebody else cancelled: the pool asks for no new ones."""
         self._told_home = False
-        self.closed = False
 
     # Nodes.
 
-    async def get(self, order: Order, seconds: float | None) -> SlurmMachine:
+    async def get(self, order: Order) -> SlurmMachine:
         """A node of a job, submitted if necessary; raises with Slurm's reason if there is none."""
-        self.login.open()
         if order.request.keep and (there := await self._still_there(order.node)) is not None:
+            self.expect_no_more(order.node)
             return there
-        asked = await self._asked_for(order.node)
-        future = asked.add(order)
-        if asked.following is None or asked.following.done():
-            asked.following = self._start(self._follow(asked))
-        try:
-            async with asyncio.timeout(seconds):
-                return await asyncio.shield(future)
-        except TimeoutError:
-            which = f"job {asked.id}" if asked.id else "the job"
-            problem = PoolStartError(
-                f"{which} did not run within {seconds:.0f} s; give a longer timeout=, or "
-                "ask for less"
-            )
-            if not asked.is_being_given_up:
-                asked.giving_up = self._start(self._give_up(asked, problem))
-            assert asked.giving_up is not None
-            await asyncio.shield(asked.giving_up)
-            # Nodes that waited too long together have one problem.
-            was_told = future.done() and not future.cancelled()
-            raise (future.exception() if was_told else None) or problem from None
-        except asyncio.CancelledError:
-            await self._settle(asked, order.node)
-            raise
+        return await super().get(order)
 
     async def _still_there(self, node: int) -> SlurmMachine | None:
         """The node of a job that is there although its agent is lost, in a pool that stays."""
-        if not any(node in asked.nodes and asked.id for asked in self._asked):
-            return None
         for machine in await self.find():
             if machine.node == node and await machine.alive():
                 return machine
         return None
 
-    async def _asked_for(self, node: int) -> AskedJob:
-        """The job that is to have a node: one that Slurm starts again, or a new one."""
-        for asked in list(self._asked):
-            if not asked.is_closed:
-                return asked
-            if node in asked.nodes and asked.id:
-                job = await self.states.settled(asked.id)
-                is_followed = asked.following is not None and not asked.following.done()
-                if job is not None and (job.is_waiting or (job.is_running and is_followed)):
-                    return asked
-                self._note_cancellation(asked, job)
-        if self.pool in _stopped:
+    async def ask(self, nodes: Sequence[int]) -> None:
+        """Wait for jobs that Slurm starts again, and submit one for all other nodes."""
+        self.login.open()
+        returning = await self._returning(nodes)
+        # Some nodes may have been given back meanwhile.
+        nodes = [each for each in self.waiting if each in nodes and each not in returning]
+        if not nodes:
+            return
+        if self._stopped:
             stopped = UnavailableError(
-                f"job {_stopped[self.pool]} was cancelled, and not by this pool: no new one is "
+                f"job {self._stopped} was cancelled, and not by this pool: no new one is "
                 "submitted; enter a new Compute to start again"
             )
             stopped.passing = False
-            raise stopped
-        # Another order may have been as quick.
-        if self._asked and not self._asked[-1].is_closed:
-            return self._asked[-1]
-        self._asked.append(AskedJob())
-        return self._asked[-1]
+            self.refuse(nodes, stopped)
+            return
+        job = AskedJob(list(nodes))
+        known = {each.id for each in self._jobs}
+        self._jobs.append(job)
+        self._places |= dict.fromkeys(nodes, job)
+        self._tell(job, "submitting a job")
+        order = self.wanted[nodes[0]].order
+        try:
+            job.id = await self._submission.submit(self.cluster, self.pool, job.nodes, order, known)
+        except Exception as problem:
+            self._forget(job)
+            self.refuse(nodes, problem)
+            return
+        job.following = self.start(self._follow(job))
+
+    async def _returning(self, nodes: Sequence[int]) -> set[int]:
+        """The nodes whose jobs Slurm starts again, or that nobody can ask for at the moment."""
+        found = set()
+        for job in dict.fromkeys(self._places[each] for each in nodes if each in self._places):
+            of_job = [each for each in nodes if self._places.get(each) is job]
+            try:
+                state = await self.states.settled(job.id)
+            except PoolError as problem:
+                # The job is left as it is.
+                found.update(of_job)
+                for node in of_job:
+                    if node in self.wanted:
+                        self.wanted[node].asked = False
+                self.refuse(of_job, problem)
+                continue
+            is_followed = job.is_followed
+            if state is not None and (state.is_waiting or (state.is_running and is_followed)):
+                found.update(of_job)
+                if not is_followed:
+                    job.following = self.start(self._follow(job))
+            else:
+                self._note_cancellation(job, state)
+        return found
 
     def _note_cancellation(self, asked: AskedJob, job: SlurmJob | None) -> None:
         was_cancelled = job is not None and job.state.startswith("CANCELLED")
         if was_cancelled and asked.has_run and not asked.is_cancelled:
-            _stopped[self.pool] = asked.id
+            self._stopped = asked.id
 
-    async def _settle(self, asked: AskedJob, node: int) -> None:
-        """After a cancelled `get`, have the job include the node, or know nothing of it."""
-        # A node that still waited would not be given back by the machine that `find` has for it.
-        if (waiting := asked.waiting.pop(node, None)) is not None:
-            waiting.cancel()
-        if asked.is_closed:
-            await asked.submitted.wait()
-        else:
-            asked.nodes.remove(node)
-            asked.orders.pop(node)
+    def late(self, order: Order, seconds: float) -> PoolStartError:
+        """Say which job did not run in time."""
+        job = self._places.get(order.node)
+        which = f"job {job.id}" if job is not None and job.id else "the job"
+        return PoolStartError(
+            f"{which} did not run within {seconds:.0f} s; give a longer timeout=, or ask for less"
+        )
 
-    async def _give_up(self, asked: AskedJob, problem: BaseException) -> None:
-        """Leave nothing of a job that does not run, and tell its nodes why."""
-        following = asked.following
-        if following is not None and following is not asyncio.current_task():
-            following.cancel()
-            await asyncio.wait({following})
-        try:
-            await self._cancel(asked)
-        except PoolError as failure:
-            if isinstance(problem, PoolStartError):
-                problem.leaves_machine = True
-            problem.add_note(
-                f"job {asked.id} could not be cancelled, and may still be there: {failure}; "
-                f"see `squeue --jobs={asked.id}`"
-            )
-        asked.fail(problem)
+    def _waiting(self, job: AskedJob) -> list[int]:
+        """The nodes that wait for a job."""
+        return [node for node in self.waiting if self._places.get(node) is job]
+
+    def _tell(self, job: AskedJob, what: str) -> None:
+        for node in self._waiting(job):
+            self.wanted[node].order.tell(what)
 
     # From the request to the keepers.
 
     async def _follow(self, asked: AskedJob) -> None:
         try:
-            if not asked.id:
-                await gather(lambda: asked.is_complete)
-                asked.is_closed = True
-                if not asked.nodes:
-                    self._remove(asked)
-                    return
-                asked.nodes.sort()
-                order = asked.orders[asked.nodes[0]]
-                self._tell(asked, "submitting a job")
-                await self._submit(asked, order)
-                asked.submitted.set()
             job = await self._until_running(asked)
             await self._greet(asked, job)
-        except asyncio.CancelledError:
-            if not asked.is_being_given_up:
-                which = f"job {asked.id}" if asked.id else "the job"
-                asked.fail(
-                    PoolStartError(
-                        f"{which} was given up, because its nodes were ended; enter a new Compute "
-                        "to ask again"
-                    )
-                )
-            raise
         except Exception as problem:
-            await self._give_up(asked, problem)
-        finally:
-            asked.submitted.set()
-
-    async def _submit(self, asked: AskedJob, order: Order) -> None:
-        """Submit the job; who is cancelled meanwhile still learns its number."""
-        known = {each.id for each in self._asked}
-        submitting = self._start(
-            self._submission.submit(self.cluster, self.pool, asked.nodes, order, known)
-        )
-        try:
-            asked.id = await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            with contextlib.suppress(Exception):
-                asked.id = await submitting
-            raise
-
-    def _tell(self, asked: AskedJob, what: str) -> None:
-        for node, future in asked.waiting.items():
-            if not future.done():
-                asked.orders[node].tell(what)
+            # With the last of its nodes, the job is given back.
+            self.refuse(self._waiting(asked), problem)
 
     async def _until_running(self, asked: AskedJob) -> SlurmJob:
         began = time.monotonic()
@@ -275,15 +247,13 @@ class Jobs:
         asked.hosts = {each.node: each.host for each in greetings}
         await self._compare_homes(asked, greetings)
         by_node = {each.node: each for each in greetings}
-        for node, future in list(asked.waiting.items()):
-            if not future.done():
-                future.set_result(self.machine(job.id, node, by_node.get(node)))
-        asked.waiting.clear()
-        # In a task of its own: a node that is ordered meanwhile would wait for nobody.
-        if asked.released and (asked.settling is None or asked.settling.done()):
-            asked.settling = self._start(self._give_back(asked))
+        for node in self._waiting(asked):
+            self.give(node, self._machine(job.id, node, by_node.get(node)))
+        if self._unwanted(asked):
+            # In a task of its own: a node that is ordered meanwhile would wait for nobody.
+            self._begin(self._give_back_now())
 
-    def machine(self, job: str, node: int, greeting: Greeting | None) -> SlurmMachine:
+    def _machine(self, job: str, node: int, greeting: Greeting | None) -> SlurmMachine:
         """A node of a job; without a greeting, one that is known by its number alone."""
         return SlurmMachine(
             self,
@@ -304,10 +274,11 @@ class Jobs:
         with contextlib.suppress(PoolError, OSError):
             here = await self.login.home()
             apart = [each.host for each in greetings if each.home != here]
-            if here and apart:
+            orders = [self.wanted[each].order for each in asked.nodes if each in self.wanted]
+            if here and apart and orders:
                 alike = len({json.dumps(each.home, sort_keys=True) for each in greetings}) == 1
                 where = "once, in theirs" if alike and greetings[0].home else "on each node's disk"
-                asked.orders[asked.nodes[0]].note(
+                orders[0].note(
                     f"the home folder of {self.login.name} is not that of {', '.join(apart)}: "
                     f"files that you put there are not here; environments are built {where}"
                 )
@@ -316,7 +287,7 @@ class Jobs:
         """The nodes of the pool's jobs, also of those that another process submitted."""
         # All nodes of a pool that ends ask. An answer that was begun earlier may lack a new job.
         if self._finding is None:
-            self._finding = self._start(self._find())
+            self._finding = self._begin(self._find())
         return list(await asyncio.shield(self._finding))
 
     async def _find(self) -> list[SlurmMachine]:
@@ -324,8 +295,7 @@ class Jobs:
         self._finding = None
         found: dict[int, SlurmMachine] = {}
         jobs = await self.cluster.jobs_called(self._submission.job_name(self.pool))
-        for job in sorted(jobs, key=lambda job: int(job.id)):
-            asked = self._known(job)
+        for asked, job in self._known(jobs):
             greetings: list[Greeting] = []
             if job.is_running and job.state != "CONFIGURING":
                 with contextlib.suppress(PoolError):
@@ -334,21 +304,23 @@ class Jobs:
             by_node = {each.node: each for each in greetings}
             asked.hosts |= {each.node: each.host for each in greetings}
             for node in asked.nodes:
-                # A node that was lost has a job of its own since.
-                if node not in asked.released:
-                    found[node] = self.machine(job.id, node, by_node.get(node))
-        if not found:
-            self._close_if_unused()
+                if self._places.get(node) is asked:
+                    found[node] = self._machine(job.id, node, by_node.get(node))
+        await self._close_if_unused()
         return [found[node] for node in sorted(found)]
 
-    def _known(self, job: SlurmJob) -> AskedJob:
-        for asked in self._asked:
-            if asked.id == job.id:
-                return asked
-        asked = AskedJob(nodes=list(job.nodes), id=job.id, is_closed=True)
-        asked.submitted.set()
-        self._asked.append(asked)
-        return asked
+    def _known(self, jobs: Sequence[SlurmJob]) -> list[tuple[AskedJob, SlurmJob]]:
+        """What is known of these jobs; others than those that were asked for here are noted."""
+        there = {job.id for job in jobs}
+        # A node that was lost has a job of its own since: the newest is the one that has it.
+        for job in sorted(jobs, key=lambda job: int(job.id), reverse=True):
+            taken = {node for node, each in self._places.items() if not each.id or each.id in there}
+            nodes = [node for node in job.nodes if node not in taken]
+            if nodes and all(each.id != job.id for each in self._jobs):
+                self._jobs.append(AskedJob(nodes, job.id))
+                self._places |= dict.fromkeys(nodes, self._jobs[-1])
+        by_id = {job.id: job for job in jobs}
+        return [(each, by_id[each.id]) for each in self._jobs if each.id in there]
 
     # What runs on a node.
 
@@ -369,36 +341,95 @@ class Jobs:
 
     async def end(self, job: str, node: int, host: str) -> None:
         """Give a node back; with the last node of a job, cancel it and wait for its end."""
-        asked = next((each for each in self._asked if each.id == job), None)
+        asked = next((each for each in self._jobs if each.id == job), None)
         if asked is None:
             return  # Its job has ended.
-        if host and node in asked.waiting:
-            return  # This was a node of its job's earlier run, and the next run is waited for.
-        if not host and asked.has_run:
-            asked.is_given_up = True
-        asked.released.add(node)
-        if asked.settling is None or asked.settling.done():
-            asked.settling = self._start(self._give_back(asked))
-        await asyncio.shield(asked.settling)
+        found = await self.states.settled(job) if host and asked.has_run else None
+        if self._places.get(node) is not asked:
+            await self._give_back_now()  # The node has another job since.
+        elif host and node in self._waiting(asked):
+            pass  # This was a node of its job's earlier run, and the next run is waited for.
+        else:
+            self.refuse(
+                [node],
+                PoolStartError(
+                    f"job {job} was given up, because its nodes were ended; enter a new Compute "
+                    "to ask again"
+                ),
+            )
+            # Slurm may have put the job back into the queue. Its nodes are ordered again, or nobody
+            # wants it.
+            await self.release(node, lost=found is not None and found.is_waiting)
 
-    async def _give_back(self, asked: AskedJob) -> None:
-        await asyncio.sleep(GATHER_SECONDS)
-        asked.settling = None
-        job = await self.states.settled(asked.id)
-        kept = [node for node in asked.nodes if node not in asked.released]
-        was_requeued = job is not None and job.is_waiting and asked.has_run
-        if was_requeued and not asked.is_given_up:
-            # Slurm has put it back into the queue. Its nodes are ordered again, or nobody wants it.
-            self._start(self._cancel_later(asked))
-        elif job is None or job.has_ended or not kept:
-            self._note_cancellation(asked, job)
-            await self._cancel(asked, job)
-        elif job.is_running:
-            await self._shrink(asked, job, kept)
+    async def release(self, node: int, *, lost: bool = False) -> None:
+        """Give a node back, and its job with it if no other node has it."""
+        if not lost or self.closed:
+            self._places.pop(node, None)
+        await super().release(node, lost=lost)
+
+    async def shrink(self, gone: Sequence[int]) -> None:
+        """Give these nodes back, and the jobs that have no other."""
+        await self._give_back()
+
+    async def remove(self) -> None:
+        """Give back what was released: nodes that were only found are nobody's here, and stay."""
+        await self._give_back()
+
+    async def close(self) -> None:
+        """Leave the login node; jobs that are there stay."""
+        try:
+            await super().close()
+        finally:
+            for job in self._jobs:
+                self._spares.close(job.id)
+            await self.login.close()
+
+    def _unwanted(self, job: AskedJob) -> list[int]:
+        """The nodes of a job that are to be given back."""
+        return [node for node in job.nodes if self._places.get(node) is not job]
+
+    async def _give_back_now(self) -> None:
+        async with self._changing:
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        """Give back every node that has left its job."""
+        ending = [self._reduce(job) for job in self._jobs if self._unwanted(job)]
+        failures = await asyncio.gather(*ending, return_exceptions=True)
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        await self._close_if_unused()
+
+    async def _reduce(self, asked: AskedJob) -> None:
+        """Have a job without the nodes that have left it; without any, no job."""
+        gone = self._unwanted(asked)
+        try:
+            job = await self.states.settled(asked.id)
+            # Another process may have given nodes back as well.
+            left = asked.nodes if job is None else job.nodes or asked.nodes
+            kept = [node for node in left if node in asked.nodes and node not in gone]
+            if job is None or job.has_ended or not kept:
+                self._note_cancellation(asked, job)
+                await self._cancel(asked, job)
+            elif job.is_running and not asked.is_followed:
+                # Before, nobody knows which host is for which node.
+                await self._shrink(asked, job, kept)
+                asked.nodes = kept
+        except PoolError as failure:
+            # The job still has the nodes that it had.
+            self._places = dict.fromkeys(gone, asked) | self._places
+            if len(gone) < len(asked.nodes):
+                raise
+            raise PoolError(
+                f"job {asked.id} could not be cancelled, and may still be there: {failure}; "
+                f"see `squeue --jobs={asked.id}`"
+            ) from failure
 
     async def _shrink(self, asked: AskedJob, job: SlurmJob, kept: list[int]) -> None:
         """Keep only some nodes of a job; if Slurm refuses, end what runs on the others."""
-        gone = [asked.hosts[node] for node in asked.released if node in asked.hosts]
+        left = [node for node in asked.nodes if node not in kept]
+        gone = [asked.hosts[node] for node in left if node in asked.hosts]
         there = await self.cluster.hostnames(job.hosts)
         hosts = [host for host in there if host not in gone]
         comment = job.comment_for(kept)
@@ -411,52 +442,22 @@ class Jobs:
             with contextlib.suppress(PoolError):
                 await steps.end(self.cluster, job.id, host)
 
-    async def _cancel_later(self, asked: AskedJob) -> None:
-        await asyncio.sleep(REORDER_SECONDS)
-        # A node that was ordered again is no longer among the released ones, also when it runs.
-        is_unwanted = set(asked.nodes) <= asked.released and not asked.waiting
-        if is_unwanted and asked in self._asked:
-            with contextlib.suppress(PoolError):
-                await self._cancel(asked)
-
-    async def _cancel(self, asked: AskedJob, job: SlurmJob | None = None) -> None:
+    async def _cancel(self, asked: AskedJob, job: SlurmJob | None) -> None:
         """Cancel a job unless it has ended, and wait until nothing of it runs."""
-        if asked.following is not None and asked.following is not asyncio.current_task():
+        asked.is_cancelled = True
+        if asked.following is not None:
+            self.refuse(self._waiting(asked), PoolStartError(how_it_ended(asked.id, job)))
             asked.following.cancel()
             await asyncio.wait({asked.following})
-        asked.is_cancelled = True
-        if not asked.id:
-            self._remove(asked)
-            return
-        # If Slurm does not cancel it, the job still has the nodes that it had.
-        released = set(asked.released)
-        asked.released.update(asked.nodes)
-        try:
-            await self.states.cancel(asked.id, job)
-        except PoolError:
-            asked.released = released
-            raise
-        self._remove(asked)
+        await self.states.cancel(asked.id, job)
+        self._forget(asked)
 
-    def _remove(self, asked: AskedJob) -> None:
+    def _forget(self, asked: AskedJob) -> None:
         self._spares.close(asked.id)
-        if asked in self._asked:
-            self._asked.remove(asked)
-        self._close_if_unused()
+        self._jobs.remove(asked)
+        self._places = {node: job for node, job in self._places.items() if job is not asked}
 
-    def _close_if_unused(self) -> None:
-        if not self._asked and not self.closed:
-            self.closed = True
-            self._forget(self)
-            self._start(self.login.close())
-
-    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # Who waits for the task has it.
+    async def _close_if_unused(self) -> None:
+        """Leave the login node if nothing of the pool is there; a later order comes back."""
+        if not self._jobs and not self.wanted:
+            await self.login.close()
