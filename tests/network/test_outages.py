@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import skyward as sky
+from skyward.nodes.node import SILENCE_SECONDS
 
 from ..conftest import only_in_all, other_case
 from .network import OUTAGE_SECONDS
@@ -186,7 +187,7 @@ def test_a_silent_network_is_noticed_told_of_and_survived(
         with far.networks[node].hold():
             eventually(
                 lambda: far.pool.nodes[node].state == "reconnecting",
-                node.SILENCE_SECONDS + 20,
+                SILENCE_SECONDS + 20,
                 "the notice",
             )
             assert far.pool.nodes[other].state == "ready"
