@@ -120,6 +120,19 @@ class ProviderSuite:
         """The provider is in the registry, or registered as an entry point."""
         assert find_provider(provider.name) is type(provider)
 
+    def test_it_states_what_it_can_do(self, provider: Provider) -> None:
+        """A method beyond the protocol is used only if the capabilities name it."""
+        methods = {
+            "sells": "offers",
+            "sweeps": "sweep",
+            "answers": "ping",
+            "collects": "remains",
+            "stops": "stop",
+            "holds_keys": "export_keys",
+        }
+        for stated, method in methods.items():
+            assert getattr(provider.capabilities, stated) == hasattr(provider, method), method
+
     def test_its_price_is_a_number_or_unknown(
         self, provider: Provider, machine_request: Request
     ) -> None:

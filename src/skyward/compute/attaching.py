@@ -25,7 +25,8 @@ def attach(name: str | None = None, *, on_event: OnEvent | None = None) -> Compu
     """
     check_callback(on_event)
     try:
-        return Compute._attach(reach(_named(name), forget=True).adoption(), on_event)
+        with reach(_named(name), forget=True) as reached:
+            return Compute._attach(reached.adoption(), on_event)
     except PoolError as problem:
         raise shown_from_outside(problem) from problem.__cause__
 

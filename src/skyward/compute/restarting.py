@@ -116,10 +116,14 @@ def _noted_as_stopped(record: KeptPool) -> KeptPool:
 
 async def _remove_others(provider: Stopper, pool: str, nodes: list[int]) -> None:
     """Remove machines that are stopped, and whose numbers no node has any more."""
-    for machine in await provider.allocate(pool).find():
-        if machine.node not in nodes:
-            await preparation.take_down(machine, pool, REMOVE_SECONDS)
-            Journal().gone(pool, machine.node)
+    allocation = provider.allocate(pool)
+    try:
+        for machine in await allocation.find():
+            if machine.node not in nodes:
+                await preparation.take_down(machine, pool, REMOVE_SECONDS)
+                Journal().gone(pool, machine.node)
+    finally:
+        await allocation.close()
 
 
 def _journalled(journal: Journal, record: KeptPool) -> PoolRecord | None:

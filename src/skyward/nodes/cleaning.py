@@ -7,13 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from skyward.bootstrap import preparation
 from skyward.errors import PoolError
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal, PoolRecord
 from skyward.providers import (
+    Allocation,
     Collector,
     Machine,
     Provider,
@@ -61,8 +62,9 @@ def halt(journal: Journal, pool: PoolRecord, provider: Stopper) -> Cleaned:
 
 
 async def _halt(journal: Journal, pool: PoolRecord, provider: Stopper) -> Cleaned:
+    allocation = provider.allocate(pool.id)
     try:
-        found = await _found(provider, pool)
+        found = await _found(provider, allocation, pool)
         there = [machine for machine in found if not machine.ended]
         await asyncio.gather(
             *(preparation.end_agent(each, pool.id, REMOVE_SECONDS) for each in there)
@@ -70,6 +72,8 @@ async def _halt(journal: Journal, pool: PoolRecord, provider: Stopper) -> Cleane
         price = await provider.stop(pool.id)
     except Exception as problem:
         return Cleaned(pool.id, pool.name, (), (_said(problem),))
+    finally:
+        await allocation.close()
     for machine in found:
         each = price / len(found) if price is not None else None
         journal.gone(pool.id, machine.node)
@@ -129,8 +133,18 @@ def _is_process(pid: int) -> bool:
 
 
 async def _clean(journal: Journal, pool: PoolRecord, provider: Provider) -> Cleaned:
+    allocation = provider.allocate(pool.id)
     try:
-        found = await _found(provider, pool)
+        return await _removed(journal, pool, provider, allocation)
+    finally:
+        await allocation.close()
+
+
+async def _removed(
+    journal: Journal, pool: PoolRecord, provider: Provider, allocation: Allocation[Any]
+) -> Cleaned:
+    try:
+        found = await _found(provider, allocation, pool)
     except Exception as problem:
         return Cleaned(
             pool.id, pool.name, (), (f"its machines cannot be looked up: {_said(problem)}",)
@@ -155,12 +169,14 @@ async def _swept(provider: Sweeper, pool: str) -> list[str]:
     return []
 
 
-async def _found(provider: Provider, pool: PoolRecord) -> Sequence[Machine]:
+async def _found(
+    provider: Provider, allocation: Allocation[Any], pool: PoolRecord
+) -> Sequence[Machine]:
     """The pool's machines; waits for a machine that was asked for a moment ago."""
     deadline = max((each.created for each in pool.machines if each.id is None), default=0.0)
     deadline += _APPEARING_SECONDS
     while True:
-        found = [*await provider.allocate(pool.id).find()]
+        found = [*await allocation.find()]
         found += _kept_here(provider, pool, [machine.id for machine in found])
         if len(found) >= len(pool.machines) or time.time() > deadline:
             return found

@@ -27,7 +27,7 @@ from skyward.errors import (
     SkywardError,
 )
 from skyward.events import CostCounted, EventStream, NodeStarting
-from skyward.nodes import descriptors, provider_loop
+from skyward.nodes import descriptors, provider_loop, reaching
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import connecting
 from skyward.nodes.deliveries import Deliveries
@@ -78,8 +78,6 @@ but on a busy machine their processors may be taken for seconds, and to replace 
 PART_LOOK_SECONDS = 0.005
 SWEEP_SECONDS = 180.0
 """How long a provider may take to remove what a pool has besides machines."""
-CLOSE_SECONDS = 30.0
-"""How long the end of a pool waits for what its provider still does."""
 RUN_SECONDS = 5.0
 """How long the end of nodes waits for the ends of their lives, after those of their machines."""
 
@@ -103,7 +101,8 @@ class Fleet:
         self.loop, self.dispatcher, self.prospects = loop, dispatcher, prospects
         self.console, self.events = console, events
         self.roster = Roster()
-        self.allocation = spec.provider.allocate(pool_id)
+        allocate = spec.provider.allocate
+        self.allocation = adoption.allocation if adoption else allocate(pool_id)
         self._id, self._adoption = pool_id, adoption
         self._is_here = spec.provider.capabilities.here
         self._opened = False
@@ -708,7 +707,7 @@ class Fleet:
         wait([node.end_run() for node in self.nodes], RUN_SECONDS)
         for node in self.nodes:
             node.forget()
-        self._end_allocation()
+        reaching.end(self.allocation)
 
     def _part(self, seconds: float) -> None:
         """Part from all executors, then from the agents; each waits for so many seconds at most.
@@ -742,7 +741,7 @@ class Fleet:
         # A stopped pool that could not be started is stopped again, with all that it has.
         spare = bool(self.spec.id) and not self.stays and self.spec.provider.capabilities.stops
         self._end(self.nodes, seconds, spare=spare)
-        self._end_allocation()
+        reaching.end(self.allocation)
         if spare:
             return
         self.keeper.forget()
@@ -776,11 +775,6 @@ class Fleet:
         self.devices.desk.hurry()
         for node in self.nodes:
             node.host.stop(0)
-
-    def _end_allocation(self) -> None:
-        """End what the provider still does for the pool, after its last node."""
-        with contextlib.suppress(TimeoutError):
-            provider_loop.submit(self.allocation.close()).result(CLOSE_SECONDS)
 
     def _end(self, nodes: Sequence[Node], seconds: float, *, spare: bool = False) -> None:
         """End nodes in parallel, also if they would stay; agents have so many seconds to end.

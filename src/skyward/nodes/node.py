@@ -665,7 +665,9 @@ class Node:
             self._fleet.keeper.check_expected(self.index)
         if recorded is None or (former is not None and recorded == former[0]):
             return False
-        machines = await in_thread(found_machines, record, self._fleet.spec.provider)
+        machines = await in_thread(
+            found_machines, record, self._fleet.spec.provider, self._fleet.allocation
+        )
         found = machines.get(self.index)
         return found is not None and await self._adopt(host, *found) is None
 

@@ -137,7 +137,7 @@ def end(
             if not force:
                 check_here(record, provider)
             try:
-                reached = ReachedPool(record)
+                reached = held.enter_context(ReachedPool(record))
                 head = reached.head()
             except (SkywardError, OSError, EOFError):
                 reached = None

@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,7 @@ from skyward.nodes.journal import NoJournal
 from skyward.nodes.keeper import identity
 from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.providers import (
+    Allocation,
     Machine,
     Order,
     Provider,
@@ -34,6 +36,8 @@ from skyward.wire.identity import Credentials
 
 _NOTHING = Request(None, None, None, Image(), ())
 """Nothing is ordered: the machines are there."""
+CLOSE_SECONDS = 30.0
+"""How long the end of a pool waits for what its provider still does."""
 FIND_SECONDS = 60.0
 """How long a provider may take to find the machines of a pool."""
 CALLS_NAMED = 5
@@ -48,6 +52,8 @@ class Adoption:
     machines: Mapping[int, tuple[KeptNode, Machine]]
     client: str
     """The tenant that the client is."""
+    allocation: Allocation[Any]
+    """What found the machines; the client closes it."""
 
 
 def provider_of(record: KeptPool) -> Provider:
@@ -58,9 +64,11 @@ def provider_of(record: KeptPool) -> Provider:
     return provider
 
 
-def found_machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode, Machine]]:
+def found_machines(
+    record: KeptPool, provider: Provider, allocation: Allocation[Any]
+) -> dict[int, tuple[KeptNode, Machine]]:
     """The machines of a pool's nodes that run, as far as its provider has them still."""
-    there = _machines(record, provider)
+    there = _machines(record, provider, allocation)
     return {index: found for index, found in there.items() if not found[1].ended}
 
 
@@ -68,14 +76,20 @@ def stopped_machines(record: KeptPool, provider: Provider) -> list[Machine]:
     """The machines of a pool of which none runs, but some can be started again."""
     if not stops(provider):
         return []
-    found = [machine for _, machine in _machines(record, provider).values()]
+    allocation = provider.allocate(record.id)
+    try:
+        found = [machine for _, machine in _machines(record, provider, allocation).values()]
+    finally:
+        end(allocation)
     return found if all(machine.ended for machine in found) else []
 
 
-def _machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode, Machine]]:
+def _machines(
+    record: KeptPool, provider: Provider, allocation: Allocation[Any]
+) -> dict[int, tuple[KeptNode, Machine]]:
     if is_here(provider):
         return {node.index: (node, provider.machine_at(node.machine)) for node in record.nodes}
-    finding = provider_loop.submit(_find(provider, record.id))
+    finding = provider_loop.submit(allocation.find())
     try:
         found = finding.result(FIND_SECONDS)
     except concurrent.futures.TimeoutError:
@@ -92,8 +106,10 @@ def _machines(record: KeptPool, provider: Provider) -> dict[int, tuple[KeptNode,
     }
 
 
-async def _find(provider: Provider, pool: str) -> list[Machine]:
-    return list(await provider.allocate(pool).find())
+def end(allocation: Allocation[Any]) -> None:
+    """End what a provider still does for a pool."""
+    with contextlib.suppress(TimeoutError):
+        provider_loop.submit(allocation.close()).result(CLOSE_SECONDS)
 
 
 def exported(record: KeptPool) -> bytes:
@@ -147,13 +163,25 @@ class ReachedPool(Closing):
         self.record, self._forget = record, forget
         provider = self._provider = provider_of(record)
         check_here(record, provider)
+        self._hosts: dict[int, Host] = {}
+        self._allocation: Allocation[Any] | None = provider.allocate(record.id)
+        try:
+            self._adopt(provider, self._allocation)
+        except BaseException:
+            self.close()
+            raise
+        self.credentials = Credentials(*record.credentials) if record.credentials else None
+
+    def _adopt(self, provider: Provider, allocation: Allocation[Any]) -> None:
+        """Find out how the machines are reached."""
+        record = self.record
         # Twice: the answer of some providers lags behind.
-        self.machines = found_machines(record, provider) or found_machines(record, provider)
+        self.machines = found_machines(record, provider, allocation) or found_machines(
+            record, provider, allocation
+        )
         if record.nodes and not self.machines:
             raise self._unused()
-        self._hosts: dict[int, Host] = {}
         adopting = []
-        allocation = provider.allocate(record.id)
         for index, (kept, machine) in sorted(self.machines.items()):
             host = Host(
                 provider, allocation, Order(record.id, index, _NOTHING), NoJournal(), _hush, _hush
@@ -170,7 +198,6 @@ class ReachedPool(Closing):
             )
         for each in adopting:
             each.result()
-        self.credentials = Credentials(*record.credentials) if record.credentials else None
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -219,7 +246,9 @@ class ReachedPool(Closing):
         """What a new client of the pool needs."""
         with self.head() as head:
             client = str(head.ask("choose", identity=identity()))
-        return Adoption(self.record, self.machines, client)
+        allocation, self._allocation = self._allocation, None
+        assert allocation is not None
+        return Adoption(self.record, self.machines, client, allocation)
 
     def lock(self, client: str = "", *, force: bool = False) -> ServiceConnection:
         """Keep others from changing the pool until the connection is closed.
@@ -240,7 +269,10 @@ class ReachedPool(Closing):
                 service.ask("ending", identity=identity())
 
     def close(self) -> None:
-        """Nothing: the pool has no connection of its own."""
+        """End what found the machines, unless a client has it now."""
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            end(allocation)
 
 
 def lock(

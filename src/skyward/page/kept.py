@@ -64,6 +64,8 @@ class KeptWatch:
         self._audience: list[Audience] = []
         self._reports = Reports()
         self._watches: dict[int, NodeWatch] = {}
+        self._reached: list[ReachedPool] = []
+        """What the watches go through."""
         self._known = KnownNodes()
         self._samples = Samples()
         self._thread = threading.Thread(target=self._run, name="skyward-kept", daemon=True)
@@ -109,6 +111,8 @@ class KeptWatch:
             pass  # it is gone, or out of reach; who looks for kept pools tries again
         finally:
             self._close(self._watches)
+            for pool in self._reached:
+                pool.close()
             if shown:
                 self._tell([{"type": "gone", "pool": shown, "time": time.time()}])
 
@@ -120,6 +124,7 @@ class KeptWatch:
         new = there.keys() - self._watches.keys()
         if new:
             pool = ReachedPool(record)
+            self._reached.append(pool)
             for index in sorted(new & set(pool.nodes)):
                 self._watches[index] = NodeWatch(pool, index, self._reports)
 

@@ -53,7 +53,7 @@ class SSH:
     timeout: float = 15.0
 
     name = "ssh"
-    capabilities = Capabilities(mounts_folders=False)
+    capabilities = Capabilities(answers=True, mounts_folders=False)
 
     def __post_init__(self) -> None:
         hosts = checks.texts(self, "hosts", self.hosts)

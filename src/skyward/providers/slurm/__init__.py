@@ -115,10 +115,11 @@ class Slurm:
         )
 
     def _checked_login(self) -> NamedHosts | None:
-        given, ssh = self.login, find_provider("ssh")
+        given = self.login
         found: NamedHosts
         if given is None:
             return None
+        ssh = find_provider("ssh")
         if isinstance(given, ssh):
             found = given
         elif isinstance(given, Mapping):
