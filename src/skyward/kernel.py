@@ -69,6 +69,12 @@ def poller() -> select.epoll | select.poll:
     return select.epoll() if HAS_EPOLL else select.poll()
 
 
+def close_poller(poller: select.epoll | select.poll) -> None:
+    """End a poller; one that is no file has no end."""
+    if HAS_EPOLL and isinstance(poller, select.epoll):
+        poller.close()
+
+
 def reserve(descriptor: int, size: int) -> None:
     """Give a file its size, and where the system can, its place on the disk."""
     if hasattr(os, "posix_fallocate") and not PORTABLE:

@@ -23,7 +23,7 @@ import skyward as sky
 from skyward.device import pump
 from skyward.device.core import core
 from skyward.errors import ProtocolError
-from skyward.nodes import pool_devices
+from skyward.nodes import host
 from skyward.nodes.contact import Approach
 from skyward.wire.connecting import GREETING_SECONDS
 from skyward.wire.dial import Dialer
@@ -60,7 +60,7 @@ def proxies() -> Iterator[list[Proxy]]:
         return Approach(proxy.endpoint, hello, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_devices, "Approach", redirected)
+        patch.setattr(host, "Approach", redirected)
         patch.setenv("OMP_NUM_THREADS", "1")
         yield made
     for proxy in made:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 import skyward as sky
+from skyward.closing import Closing
 from skyward.compute import restarting
 from skyward.nodes import keeping, occupancy, reaching
 from skyward.nodes.journal import NoJournal
@@ -79,7 +80,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *machines: Stopped) -> Cloud:
     return cast(Cloud, cloud)
 
 
-class Reached:
+class Reached(Closing):
     """A pool whose agents answer."""
 
     nodes = (0,)

@@ -64,6 +64,8 @@ class Cluster:
         return manifest
 
     def get(self, kind: str, name: str = "", **query: str) -> Object:
+        if kind == "jobs" and not name:
+            return {"items": [self.job] if self._has_job and "labels" in self.job else []}
         if kind == "jobs":
             if ("jobs", name) in self.deleted and not self.made:
                 raise NotFoundError(404, "NotFound", "there is none", "looking at job")

@@ -243,8 +243,7 @@ class Loop:
         with self._watching:
             while self._borrowers:
                 self._borrowers.pop().close()
-            if isinstance(self._poller, select.epoll):
-                self._poller.close()
+            kernel.close_poller(self._poller)
         os.close(self._wake_read)
         os.close(self._wake_write)
         # Other threads may still call `_wake`, after other files have got these descriptors.

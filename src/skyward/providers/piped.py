@@ -189,8 +189,11 @@ class _Command:
             return await self._read()
         finally:
             feeding.cancel()
-            await asyncio.wait({feeding})
-            self.end.close()
+            try:
+                await asyncio.wait({feeding})
+            finally:
+                # Also if it is killed at this very moment.
+                self.end.close()
 
     async def _feed(self, input: bytes) -> None:
         # A command that does not read all of its input may have ended.

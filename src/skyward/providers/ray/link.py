@@ -204,6 +204,7 @@ class RayAllocation(SharedAllocation[RayMachine]):
             await asyncio.to_thread(self._end_program, not connected)
         records.remove(self.pool)
         self._forget_driver()
+        self._ended = "its driver was told to end"
 
     def _end_program(self, stop: bool) -> None:
         """Wait until the program has ended; stop it now, or if it does not end by itself."""

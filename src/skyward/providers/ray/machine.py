@@ -162,7 +162,12 @@ class RayMachine(Piped, Machine):
                 raise OSError(int(number), f"{name} on {self.id}: {words}")
             mine, given = socket.socketpair()
             mine.setblocking(False)
-            near = await asyncio.open_unix_connection(sock=mine)
+            try:
+                near = await asyncio.open_unix_connection(sock=mine)
+            except BaseException:
+                given.close()
+                mine.close()
+                raise
         except EOFError:
             writer.close()
             raise ConnectionResetError(f"{name} on {self.id}: the connection ended") from None
