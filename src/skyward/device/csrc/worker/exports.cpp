@@ -83,7 +83,7 @@ struct Exported {
   SharedFile file;
   void* mapped = nullptr;  // a CPU's
   size_t size = 0;
-  bool is_new = false;     // nothing has been copied to it
+  bool is_new = false;  // nothing has been copied to it
   Moment idle_since;
   c10::DataPtr original;  // a GPU's
   std::string gpu;        // how to open that
@@ -297,7 +297,8 @@ void free_idle(bool all) {
   std::lock_guard lock(lists());
   auto& waiting = idle();
   auto until = std::chrono::steady_clock::now() - kIdleTime;
-  auto kept = std::find_if(waiting.begin(), waiting.end(), [&](auto& each) { return !all && each->idle_since > until; });
+  auto kept =
+      std::find_if(waiting.begin(), waiting.end(), [&](auto& each) { return !all && each->idle_since > until; });
   old = take_oldest(static_cast<size_t>(kept - waiting.begin()));
 }
 
