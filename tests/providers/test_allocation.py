@@ -248,6 +248,27 @@ def test_a_place_that_no_node_wants_any_more_is_given_back(ends_early: bool) -> 
     assert play(scenario).done == ["without 1"]
 
 
+def test_a_pool_whose_last_machine_was_lost_leaves_nothing() -> None:
+    async def scenario(engine: Engine) -> None:
+        await asyncio.gather(*together(engine, 0, 1))
+        await asyncio.gather(engine.release(0, lost=True), engine.release(1, lost=True))
+
+    assert play(scenario).done == ["removed"]
+
+
+def test_an_expected_order_that_is_held_up_for_long_holds_up_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared, "EXPECT_SECONDS", 0.01)
+
+    async def scenario(engine: Engine) -> None:
+        engine.expect([0, 1])
+        await engine.get(order(0))
+        await engine.get(order(1))
+
+    assert play(scenario).asked == [[0], [1]]
+
+
 def test_a_release_that_fails_can_be_tried_again() -> None:
     async def scenario(engine: Engine) -> None:
         await engine.get(order(0))

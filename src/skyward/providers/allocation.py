@@ -19,6 +19,8 @@ from skyward.providers import Allocation, M, Order
 
 GATHER_SECONDS = 0.05
 """How long nodes that are given back wait for others that are given back as well."""
+EXPECT_SECONDS = 30.0
+"""How long nodes that have been ordered wait for the next one of those that are expected."""
 REORDER_SECONDS = 10.0
 """How long the place of a lost machine is kept: its node is ordered again at once."""
 
@@ -192,9 +194,9 @@ class SharedAllocation(Allocation[M]):
     async def close(self) -> None:
         """Give back the places that were kept for lost machines, and end all tasks."""
         self.closed = True
+        lost, self._lost = self._lost, set()
         with contextlib.suppress(PoolError):
-            await asyncio.gather(*map(self.release, self._lost))
-        self._lost.clear()
+            await asyncio.gather(*map(self.release, lost))
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -237,7 +239,11 @@ class SharedAllocation(Allocation[M]):
         while True:
             while self._expected:
                 self._arrived.clear()
-                await self._arrived.wait()
+                try:
+                    await asyncio.wait_for(self._arrived.wait(), EXPECT_SECONDS)
+                except TimeoutError:
+                    # Another client may be starting the node, for as long as that takes.
+                    self._expected.clear()
             # Nodes that nobody expected may come together all the same, such as lost ones.
             await asyncio.sleep(GATHER_SECONDS)
             if self._expected:
