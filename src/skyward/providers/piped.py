@@ -80,7 +80,7 @@ class Piped:
     before, after = ":", ":"
     """What the shell around a command, whose number is in `$shell`, does before and after it."""
     ends_input = True
-    """Whether a program's input ends when its socket is shut down for writing."""
+    """Whether input ends when its socket is shut down, and may be left unread without harm."""
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
         """A socket that is the standard input and output of a program on the machine.

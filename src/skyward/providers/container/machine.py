@@ -33,6 +33,10 @@ _HEADER = struct.Struct(">BxxxL")
 class ContainerMachine(Piped, Machine):
     """One container."""
 
+    # A program that ends before it has read all of its input resets the connection, and what it
+    # has written last is lost: so the shell around it reads the rest.
+    ends_input = False
+
     def __init__(self, service: Service, container: Any, python: str | None) -> None:
         self._service = service
         self.id = str(container.name)
