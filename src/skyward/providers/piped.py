@@ -36,6 +36,7 @@ if [ "$size" ]; then
 else
     ( exec "$@" 2>&1 )
     status=$?
+    rest
     after
     printf '\001%s %s\n' "$0" "$status"
 fi
@@ -80,7 +81,9 @@ class Piped:
     before, after = ":", ":"
     """What the shell around a command, whose number is in `$shell`, does before and after it."""
     ends_input = True
-    """Whether input ends when its socket is shut down, and may be left unread without harm."""
+    """Whether a program's input ends when its socket is shut down for writing."""
+    reads_rest = False
+    """Whether the shell has to read what its command did not, before it says the status."""
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
         """A socket that is the standard input and output of a program on the machine.
@@ -139,7 +142,9 @@ class Piped:
     ) -> _Command:
         mark = uuid.uuid4().hex
         size = "" if self.ends_input else str(len(input))
-        script = f"after() {{ {self.after}; }}; shell=$$; {self.before}\n{_RUN}"
+        rest = "cat >/dev/null" if self.reads_rest else ":"
+        functions = f"after() {{ {self.after}; }}; rest() {{ {rest}; }}"
+        script = f"{functions}; shell=$$; {self.before}\n{_RUN}"
         end = await self.pipe(["sh", "-c", script, mark, size, *command])
         return _Command(end, mark.encode(), output, ends_input=self.ends_input)
 

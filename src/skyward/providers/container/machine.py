@@ -34,8 +34,8 @@ class ContainerMachine(Piped, Machine):
     """One container."""
 
     # A program that ends before it has read all of its input resets the connection, and what it
-    # has written last is lost: so the shell around it reads the rest.
-    ends_input = False
+    # has written last is lost.
+    reads_rest = True
 
     def __init__(self, service: Service, container: Any, python: str | None) -> None:
         self._service = service
