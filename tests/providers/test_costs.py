@@ -39,6 +39,12 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
         yield shop
 
 
+def host_of(shop: Shop, state: Journal, ledger: Ledger) -> Host:
+    """The host of the first node of a pool `p`, for whose machine the ledger is charged."""
+    order = Order("p", 0, plain_request())
+    return Host(shop, shop.allocate("p"), order, state, print, print, ledger=ledger)
+
+
 class Clock:
     """A clock that a test moves, in minutes."""
 
@@ -357,15 +363,7 @@ class TestJournal:
             clock.minutes = 6
 
         shop.stock.boot = boot
-        host = Host(
-            shop,
-            shop.allocate("p"),
-            Order("p", 0, plain_request()),
-            state,
-            print,
-            print,
-            ledger=ledger,
-        )
+        host = host_of(shop, state, ledger)
         provider_loop.submit(host.prepare()).result()
 
         (machine,) = state.pools()[0].machines
@@ -388,15 +386,7 @@ class TestJournal:
             raise sky.UnreachableError("it does not answer")
 
         shop.stock.boot = boot
-        host = Host(
-            shop,
-            shop.allocate("p"),
-            Order("p", 0, plain_request()),
-            state,
-            print,
-            print,
-            ledger=ledger,
-        )
+        host = host_of(shop, state, ledger)
         with pytest.raises(sky.UnreachableError):
             provider_loop.submit(host.prepare()).result()
         clock.minutes = 60
@@ -410,15 +400,7 @@ class TestJournal:
         self, shop: Shop, state: Journal, ledger: Ledger
     ) -> None:
         state.open_pool("p", "mine", "shop", shop.describe(), None)
-        host = Host(
-            shop,
-            shop.allocate("p"),
-            Order("p", 0, plain_request()),
-            state,
-            print,
-            print,
-            ledger=ledger,
-        )
+        host = host_of(shop, state, ledger)
         provider_loop.submit(host.prepare()).result()
         host.stop(0).result()
         shop.stock.orders[0].bought("m-9", an_offer())

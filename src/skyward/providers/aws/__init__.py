@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyward import checks
-from skyward.errors import ConfigurationError, PoolStartError, UnavailableError
+from skyward.errors import ConfigurationError, PoolStartError, SkywardError, UnavailableError
 from skyward.market import Offer
 from skyward.providers import Allocation, Capabilities, Order, Remains, Request
 from skyward.providers.aws.account import CAPACITY, NO_CREDENTIALS, RequestError
@@ -266,7 +266,7 @@ class AWS(Settings):
         await instances.stop()
         try:
             return await instances.disks_price()
-        except Exception:
+        except SkywardError:
             # The instances are stopped all the same, and must be recorded so.
             return None
 
