@@ -233,6 +233,7 @@ def run_pytest(batch: Batch, options: Sequence[str]) -> tuple[Outcome, str]:
     else:
         said = f"signal {-code}" if code < 0 else f"exit status {code}"
         outcome.problem = f"pytest ended without a report ({said}): its tests are not counted"
+        outcome.problem += where_it_hung(log.read_text(errors="replace"))
     # A file that skips itself as a whole, or that the options select nothing of.
     empty = code == NOTHING_COLLECTED and (outcome.skipped or options)
     if not outcome.problem and code not in (0, 1) and not empty:
@@ -240,6 +241,14 @@ def run_pytest(batch: Batch, options: Sequence[str]) -> tuple[Outcome, str]:
     if not outcome.problem and code == 1 and not outcome.failed:
         outcome.problem = "pytest failed, though no test did"
     return outcome, log.read_text(errors="replace")
+
+
+def where_it_hung(text: str) -> str:
+    """Where the main thread was when a test's time was over, from what pytest printed."""
+    _, is_there, stack = text.rpartition("Stack of MainThread")
+    frames = re.findall(r'File ".*?((?:tests|src)/.*)", line (\d+), in (\w+)\n(.*)', stack)
+    at = [f"\n  {path}:{line} in {name}: {code.strip()}" for path, line, name, code in frames]
+    return f"; a test did not end:{''.join(at)}" if is_there else ""
 
 
 def environment() -> dict[str, str]:

@@ -60,6 +60,18 @@ def test_a_test_that_failed_is_named_and_not_run_again(
     assert "== 1 failed, 1 passed in" in said
 
 
+def test_a_test_that_does_not_end_is_told_with_the_line_where_it_waits(
+    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "import threading\n\ndef test_waits():\n    threading.Event().wait()\n"
+    (tmp_path / "tests/test_waiting.py").write_text(words)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 0.2\ntimeout_method = thread\n")
+    assert run.main() == 1
+    said = capsys.readouterr().out.partition("== failed")[2]
+    assert "a test did not end:" in said
+    assert "tests/test_waiting.py:4 in test_waits: threading.Event().wait()" in said
+
+
 @pytest.mark.parametrize(
     ("said", "good"),
     [
