@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from typing import Any, ClassVar
 
 from skyward.errors import PoolStartError, UnreachableError
-from skyward.providers import Machine, Order, Provider, Request, find_provider, sweeps
+from skyward.providers import Machine, Order, Provider, Request, find_provider
 from skyward.spec import Image
 
 PATIENCE = 30.0
@@ -124,7 +124,6 @@ class ProviderSuite:
         """A method beyond the protocol is used only if the capabilities name it."""
         methods = {
             "sells": "offers",
-            "sweeps": "sweep",
             "answers": "ping",
             "collects": "remains",
             "stops": "stop",
@@ -435,8 +434,7 @@ async def _made(provider: Provider, order: Order) -> AsyncIterator[Machine]:
 
 async def _swept(provider: Provider, pool: str) -> None:
     """Remove what a pool had besides machines, as the pool does at its end."""
-    if sweeps(provider):
-        await provider.sweep(pool)
+    await provider.allocate(pool).sweep()
 
 
 def _create_and_die(provider: Provider, orders: Sequence[Order]) -> None:

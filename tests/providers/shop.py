@@ -19,7 +19,7 @@ from typing import Any, Literal
 import skyward as sky
 from skyward import providers
 from skyward.market import Offer
-from skyward.providers import Capabilities, Order, Remains, Request
+from skyward.providers import Allocation, Capabilities, Order, Remains, Request
 
 
 def an_offer(
@@ -67,9 +67,7 @@ class Shop(sky.Local):
 
     name = "shop"
     instance_type = None
-    capabilities = Capabilities(
-        sells=True, sweeps=True, collects=True, encrypted=False, mounts_folders=False
-    )
+    capabilities = Capabilities(sells=True, collects=True, encrypted=False, mounts_folders=False)
 
     @property
     def stock(self) -> Stock:
@@ -110,6 +108,10 @@ class Shop(sky.Local):
         """Nothing: a shop does not say why."""
         return ""
 
+    def allocate(self, pool: str) -> Allocation[Any]:
+        """The machines of a pool, and its file."""
+        return Shelf(self, pool)
+
     async def create(self, order: Order) -> Any:
         """Sell a machine."""
         self.stock.orders.append(order)
@@ -134,13 +136,6 @@ class Shop(sky.Local):
         machine.notice = self.stock.notice
         return machine
 
-    async def sweep(self, pool: str) -> None:
-        """Remove the file of a pool."""
-        if self.stock.unswept:
-            raise self.stock.unswept.pop(0)
-        self.stock.swept.append(pool)
-        Path(self.root, "rules", pool).unlink(missing_ok=True)
-
     @property
     def where(self) -> str:
         """Where `remains` looks."""
@@ -155,6 +150,21 @@ class Shop(sky.Local):
             resources = (*machines, f"rule {rule.name}")
             found.append(Remains(rule.name, about["name"], about["owner"], about["pid"], resources))
         return found
+
+
+class Shelf(Allocation[Any]):
+    """What a pool has in a shop."""
+
+    def __init__(self, shop: Shop, pool: str) -> None:
+        super().__init__(shop, pool)
+        self._shop = shop
+
+    async def sweep(self) -> None:
+        """Remove the file of the pool."""
+        if self._shop.stock.unswept:
+            raise self._shop.stock.unswept.pop(0)
+        self._shop.stock.swept.append(self.pool)
+        Path(self._shop.root, "rules", self.pool).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -20,11 +20,9 @@ from skyward.providers import (
     Provider,
     Remains,
     Stopper,
-    Sweeper,
     find_provider,
     is_here,
     owner,
-    sweeps,
 )
 
 _APPEARING_SECONDS = 10.0
@@ -151,8 +149,8 @@ async def _removed(
         )
     outcomes = await asyncio.gather(*(_destroyed(machine, pool.id) for machine in found))
     failures = [outcome for outcome in outcomes if outcome is not None]
-    if not failures and sweeps(provider):
-        failures += await _swept(provider, pool.id)
+    if not failures:
+        failures += await _swept(allocation)
     if not failures:
         for record in pool.machines:
             journal.gone(pool.id, record.node)
@@ -161,9 +159,9 @@ async def _removed(
     return Cleaned(pool.id, pool.name, tuple(removed), tuple(failures))
 
 
-async def _swept(provider: Sweeper, pool: str) -> list[str]:
+async def _swept(allocation: Allocation[Any]) -> list[str]:
     try:
-        await provider.sweep(pool)
+        await allocation.sweep()
     except Exception as problem:
         return [f"what it had besides its machines: {_said(problem)}"]
     return []

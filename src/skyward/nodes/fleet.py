@@ -45,7 +45,7 @@ from skyward.nodes.scaling import Scaler
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Standings
 from skyward.nodes.usage import NodeUsage, UsageDesk
-from skyward.providers import Machine, Order, sweeps
+from skyward.providers import Machine, Order
 from skyward.spec import Nodes
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
@@ -228,11 +228,8 @@ class Fleet:
         with self.roster.lock:
             if self.closed:
                 return []
-            together = frozenset(indexes)
-            self.allocation.expect(together)
-            added = [
-                Node(index, self.new_host(index, together=together), self) for index in indexes
-            ]
+            self.allocation.expect(indexes)
+            added = [Node(index, self.new_host(index), self) for index in indexes]
             self.roster.add(added)
         for node in added:
             node.start()
@@ -542,9 +539,7 @@ class Fleet:
 
     # What nodes share, and what they tell.
 
-    def new_host(
-        self, index: int, lost: Host | None = None, *, together: frozenset[int] = frozenset()
-    ) -> Host:
+    def new_host(self, index: int, lost: Host | None = None) -> Host:
         """A host for a node; `lost` is the one that it replaces."""
 
         def phase(phase: str) -> None:
@@ -561,7 +556,6 @@ class Fleet:
                 tell=phase,
                 note=self.console.note,
                 name=self.spec.name,
-                together=together,
             ),
             self._journal,
             phase=phase,
@@ -741,11 +735,11 @@ class Fleet:
         # A stopped pool that could not be started is stopped again, with all that it has.
         spare = bool(self.spec.id) and not self.stays and self.spec.provider.capabilities.stops
         self._end(self.nodes, seconds, spare=spare)
+        if not spare:
+            self.keeper.forget()
+        swept = not spare and (not self._opened or self._swept())
         reaching.end(self.allocation)
-        if spare:
-            return
-        self.keeper.forget()
-        if not self._opened or self._swept():
+        if swept:
             self._journal.close_pool(self._id)
 
     def _swept(self) -> bool:
@@ -753,12 +747,9 @@ class Fleet:
 
         False if something may be left.
         """
-        provider = self.spec.provider
-        if not sweeps(provider):
-            return True
         if self._journal.has_machines(self._id):
             return False
-        sweeping = provider_loop.submit(provider.sweep(self._id))
+        sweeping = provider_loop.submit(self.allocation.sweep())
         try:
             sweeping.result(SWEEP_SECONDS)
         except Exception as problem:

@@ -237,6 +237,12 @@ class Allocation(Generic[M]):
         """Every machine of the pool that exists, whoever ordered it."""
         return await self._maker.find(self.pool)
 
+    async def sweep(self) -> None:
+        """Remove what the pool has besides machines, such as a firewall's rules.
+
+        It is called after the last machine is gone; may be called twice.
+        """
+
     async def close(self) -> None:
         """End what the allocation still does; the machines stay as they are."""
 
@@ -247,8 +253,6 @@ class Capabilities:
 
     sells: bool = False
     """Whether its machines cost money: it is a `Seller`."""
-    sweeps: bool = False
-    """Whether it makes more for a pool than its machines: it is a `Sweeper`."""
     answers: bool = False
     """Whether it can be asked whether it would work: it is an `Answering`."""
     collects: bool = False
@@ -327,19 +331,6 @@ class Seller(Provider, Protocol):
 def sells(provider: Provider) -> TypeGuard[Seller]:
     """Whether a provider's machines cost money."""
     return provider.capabilities.sells
-
-
-class Sweeper(Provider, Protocol):
-    """A provider that makes more for a pool than its machines, such as a firewall's rules."""
-
-    async def sweep(self, pool: str) -> None:
-        """Remove what a pool has besides machines, after its last machine; may be called twice."""
-        ...
-
-
-def sweeps(provider: Provider) -> TypeGuard[Sweeper]:
-    """Whether a provider makes more for a pool than its machines."""
-    return provider.capabilities.sweeps
 
 
 class Answering(Provider, Protocol):

@@ -50,7 +50,6 @@ class AWS(Settings):
     name: str = field(default="aws", init=False, repr=False)
     capabilities = Capabilities(
         sells=True,
-        sweeps=True,
         answers=True,
         collects=True,
         stops=True,
@@ -179,8 +178,8 @@ class AWS(Settings):
     # Machines.
 
     def allocate(self, pool: str) -> Allocation[AWSMachine]:
-        """The pool's machines, made one by one."""
-        return Allocation(self, pool)
+        """The pool's machines, and what they share."""
+        return AWSAllocation(self, pool)
 
     async def create(self, order: Order) -> AWSMachine:
         """Buy an instance, and wait until it has booted."""
@@ -321,6 +320,18 @@ class AWS(Settings):
             if key not in here:
                 here[key] = Launches(Instances(account, pool), self._told())
         return here[key]
+
+
+class AWSAllocation(Allocation["AWSMachine"]):
+    """The instances of a pool."""
+
+    def __init__(self, provider: AWS, pool: str) -> None:
+        super().__init__(provider, pool)
+        self._provider = provider
+
+    async def sweep(self) -> None:
+        """Remove the pool's security group, key pair, placement group and keys."""
+        await self._provider.sweep(self.pool)
 
 
 _pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[AWS, str], Launches]] = (
