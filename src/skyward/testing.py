@@ -1,4 +1,6 @@
-"""The tests that every provider passes: subclass `ProviderSuite` and give it your provider.
+"""The tests that every provider passes, and a provider in memory that fails when a test says so.
+
+Subclass `ProviderSuite` and give it your provider:
 
 class TestMine(ProviderSuite):
     @pytest.fixture
@@ -8,6 +10,9 @@ class TestMine(ProviderSuite):
     @pytest.fixture
     def machine_request(self):
         return plain_request()
+
+`Shop` is a whole provider to copy from. Its machines are processes of this machine; what they cost,
+how long they take and what goes wrong is what a test says.
 """
 
 from __future__ import annotations
@@ -17,14 +22,44 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
+import signal
 import socket
+import sys
+import tempfile
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from skyward.errors import PoolStartError, UnreachableError
-from skyward.providers import Machine, Order, Provider, Request, find_provider
+from skyward.errors import (
+    ConfigurationError,
+    PoolStartError,
+    UnavailableError,
+    UnreachableError,
+)
+from skyward.market import Offer
+from skyward.providers import (
+    Allocation,
+    Capabilities,
+    Equipment,
+    Machine,
+    Order,
+    Provider,
+    Remains,
+    Request,
+    find_provider,
+    owner,
+)
 from skyward.spec import Image
 
 PATIENCE = 30.0
@@ -475,3 +510,287 @@ async def _until_status(machine: Machine, command: Sequence[str], status: int) -
     async with asyncio.timeout(PATIENCE):
         while await machine.run(command) != status:
             await asyncio.sleep(0.02)
+
+
+def an_offer(
+    name: str = "m1.small",
+    cost: float | None = 0.5,
+    allocation: Literal["on-demand", "spot"] = "on-demand",
+    region: str = "here-1",
+) -> Offer:
+    """A machine of two vCPUs that a shop sells."""
+    return Offer("shop", region, None, name, None, 2, 4, "x86_64", allocation, cost)
+
+
+@dataclass
+class Stock:
+    """What a shop has, what goes wrong there, and what it was asked for."""
+
+    offers: list[Offer] = field(default_factory=lambda: [an_offer()])
+    failures: list[Exception] = field(default_factory=list)
+    """What the next calls of `create` raise."""
+    unpaid: list[Exception] = field(default_factory=list)
+    """What the next calls of `offers` raise."""
+    unswept: list[Exception] = field(default_factory=list)
+    """What the next calls of `sweep` raise."""
+    watch: Callable[[], object] = lambda: None
+    """Called when a machine is asked for."""
+    boot: Callable[[], Awaitable[None]] | None = None
+    """What a machine that was bought does before it is there, such as waiting, or raising."""
+    out_of_reach: bool = False
+    """Whether neither the shop nor its machines answer."""
+    notice: str = ""
+    """The module that the next machines run to learn that they are taken back."""
+    orders: list[Order] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    swept: list[str] = field(default_factory=list)
+
+
+_stocks: dict[str, Stock] = {}
+"""What each shop has, by its root: a provider is a value, which may be made again."""
+
+
+@dataclass(frozen=True)
+class Shop:
+    """A provider that sells machines, which are processes of this machine.
+
+    Besides its machines, a pool in a shop has a rule, which must be swept up: a file below `root`.
+
+    >>> shop = Shop(root=str(tmp_path))
+    >>> shop.stock.failures = [sky.UnavailableError("sold out")]
+    >>> sky.Compute(shop).start()
+    """
+
+    root: str = field(default_factory=lambda: os.path.join(tempfile.gettempdir(), "skyward-shop"))
+    region: str = "here-1"
+    owner: str = field(default_factory=owner)
+
+    name = "shop"
+    instance_type = None
+    capabilities = Capabilities(sells=True, collects=True, encrypted=False, mounts_folders=False)
+
+    @property
+    def stock(self) -> Stock:
+        """What this shop has; a test changes it."""
+        return _stocks.setdefault(self.root, Stock())
+
+    def check(self, request: Request) -> None:
+        """Refuse machines that stay: those of a shop end with their client."""
+        if request.keep:
+            raise ConfigurationError("Shop(): its machines end with their client; leave out keep")
+
+    def describe(self) -> dict[str, Any]:
+        """The arguments."""
+        return {"root": self.root, "region": self.region}
+
+    def price(self, request: Request) -> float | None:
+        """The price of the first offer."""
+        return next((each.hourly_cost for each in self.stock.offers), None)
+
+    def in_region(self, region: str) -> Shop:
+        """The same shop elsewhere."""
+        return replace(self, region=region)
+
+    def offers(self, request: Request) -> list[Offer]:
+        """What is in stock."""
+        self.stock.requests.append(request)
+        if self.stock.unpaid:
+            raise self.stock.unpaid.pop(0)
+        kinds = {
+            "on-demand": ("on-demand",),
+            "spot": ("spot",),
+            "spot-if-available": ("spot", "on-demand"),
+        }[request.allocation]
+        most = request.max_hourly_cost
+        return [
+            replace(each, region=self.region)
+            for kind in kinds
+            for each in self.stock.offers
+            if each.allocation == kind and (most is None or (each.hourly_cost or most + 1) <= most)
+        ]
+
+    def why_none(self, request: Request) -> str:
+        """Nothing: a shop does not say why."""
+        return ""
+
+    def allocate(self, pool: str) -> Allocation[ShopMachine]:
+        """The pool's machines, sold one by one, and its rule."""
+        return ShopAllocation(self, pool)
+
+    async def create(self, order: Order) -> ShopMachine:
+        """Sell a machine."""
+        stock = self.stock
+        stock.orders.append(order)
+        stock.watch()
+        # Before the machine: what a client leaves that is killed from here on, `remains` has.
+        rule = {"owner": self.owner, "pid": os.getpid(), "name": order.name}
+        self.rules.mkdir(parents=True, exist_ok=True)
+        (self.rules / order.pool).write_text(json.dumps(rule))
+        if stock.failures:
+            raise stock.failures.pop(0)
+        offer = next(iter(self.offers(order.request)), None)
+        machine = ShopMachine.made(order, stock)
+        machine.offer, machine.notice = offer, stock.notice
+        if stock.boot is not None:
+            # It costs from now on, whether or not it is ever there.
+            await asyncio.to_thread(order.bought, machine.id, offer)
+            try:
+                await stock.boot()
+            except Exception:
+                await machine.destroy()
+                raise
+        return machine
+
+    async def find(self, pool: str) -> list[ShopMachine]:
+        """The machines of a pool, whoever bought them."""
+        self.answer()
+        found = sorted(_folder_of_machines().glob(f"shop-{pool}-*"))
+        return [ShopMachine(folder, self.stock) for folder in found]
+
+    @property
+    def where(self) -> str:
+        """Where `remains` looks."""
+        return self.name
+
+    async def remains(self) -> list[Remains]:
+        """The pools that have a rule, with their machines."""
+        found = []
+        for rule in sorted(self.rules.glob("*")):
+            about = json.loads(rule.read_text())
+            machines = [f"machine {each.id}" for each in await self.find(rule.name)]
+            resources = (*machines, f"rule {rule.name}")
+            found.append(Remains(rule.name, about["name"], about["owner"], about["pid"], resources))
+        return found
+
+    @property
+    def rules(self) -> Path:
+        """The folder of the rules, which are called as their pools."""
+        return Path(self.root, "rules")
+
+    def answer(self) -> None:
+        """Raise if the shop does not answer."""
+        if self.stock.out_of_reach:
+            raise UnavailableError("the shop does not answer")
+
+
+class ShopAllocation(Allocation["ShopMachine"]):
+    """The machines of one pool in a shop, and its rule."""
+
+    def __init__(self, shop: Shop, pool: str) -> None:
+        super().__init__(shop, pool)
+        self._shop = shop
+
+    async def sweep(self) -> None:
+        """Remove the rule of the pool."""
+        self._shop.answer()
+        stock = self._shop.stock
+        if stock.unswept:
+            raise stock.unswept.pop(0)
+        stock.swept.append(self.pool)
+        (self._shop.rules / self.pool).unlink(missing_ok=True)
+
+
+class ShopMachine(Machine):
+    """A folder in which commands run, each leading a process group that a file there names."""
+
+    address = direct = "127.0.0.1"
+    python = sys.executable
+
+    def __init__(self, folder: Path, stock: Stock) -> None:
+        self._folder, self._stock = folder, stock
+        self.id = str(folder)
+        self.node = int(folder.name.rpartition("-")[2].partition(".")[0])
+        self.equipment = Equipment(str(folder), socket.gethostname())
+
+    @classmethod
+    def made(cls, order: Order, stock: Stock) -> ShopMachine:
+        """Make a folder whose name says whose it is, so that it can be found after a crash."""
+        prefix = f"shop-{order.pool}-{order.node}."
+        try:
+            folder = tempfile.mkdtemp(prefix=prefix, dir=_folder_of_machines())
+        except OSError as problem:
+            raise PoolStartError(f"node {order.node}: {problem}") from problem
+        return cls(Path(folder), stock)
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        input: bytes = b"",
+        output: Callable[[bytes], None] | None = None,
+    ) -> int:
+        """Run a child process in the folder."""
+        if not await self.alive():
+            raise UnreachableError(f"{self.id} is gone")
+        process = await asyncio.create_subprocess_exec(
+            *("sh", "-c", 'exec "$@"', "sh", *command),  # A shell's 127 for no such command.
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=self._folder,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        group = self._folder / f"{process.pid}.group"
+        with contextlib.suppress(FileNotFoundError):
+            group.touch()
+        feeding = asyncio.create_task(_feed(process.stdin, input))
+        try:
+            while data := await process.stdout.read(1 << 16):
+                if output is not None:
+                    output(data)
+            await feeding
+            status = await process.wait()
+            return status if status >= 0 else 128 - status
+        finally:
+            feeding.cancel()
+            if process.returncode is None:
+                _end_group(process.pid)
+                await process.wait()
+            group.unlink(missing_ok=True)
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """Connect to a socket of this machine."""
+        if not await self.alive():
+            raise UnreachableError(f"{self.id} is gone")
+        family, _, place = endpoint.partition(":")
+        if family == "tcp":
+            host, _, port = place.rpartition(":")
+            return socket.create_connection((host, int(port)))
+        end = socket.socket(socket.AF_UNIX)
+        try:
+            end.connect(place)
+        except OSError:
+            end.close()
+            raise
+        return end
+
+    async def alive(self) -> bool:
+        """Whether the folder is there, if the shop answers."""
+        if self._stock.out_of_reach:
+            raise UnreachableError(f"{self.id} does not answer")
+        return self._folder.exists()
+
+    async def destroy(self) -> None:
+        """End what runs in the folder, and remove the folder."""
+        for group in self._folder.glob("*.group"):
+            _end_group(int(group.stem))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _folder_of_machines() -> Path:
+    """Where machines are; a short path, since a Unix socket's may have 107 characters."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+
+
+async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):
+        pipe.write(data)
+        await pipe.drain()
+    pipe.close()
+
+
+def _end_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

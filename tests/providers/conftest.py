@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from skyward import providers
 from skyward.nodes.journal import Journal
 from skyward.providers import Order
+from skyward.testing import Shop
 
 from . import ec2 as testbed_ec2
 from . import kube, podman, slurm_testbed, ssh_hosts
@@ -22,6 +24,23 @@ from .ssh_hosts import Sshd, free_port
 
 if TYPE_CHECKING:
     from .aws_gateway import Gateway
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """A shop that the command line finds by its name."""
+    monkeypatch.setitem(providers.BUILT_IN, "shop", "skyward.testing:Shop")
+    return Shop(root=str(tmp_path), owner="me@here")
+
+
+@pytest.fixture
+def only_shop(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
+    """The only provider but this machine, and it can be made without arguments."""
+    kinds = {name: providers.BUILT_IN[name] for name in ("local", "shop")}
+    monkeypatch.setattr(providers, "BUILT_IN", kinds)
+    defaults = (shop.root, shop.region, providers.owner())
+    monkeypatch.setattr(Shop.__init__, "__defaults__", defaults)
+    return Shop()
 
 
 @pytest.fixture(scope="session")

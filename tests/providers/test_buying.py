@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,12 @@ import pytest
 import skyward as sky
 from skyward import kernel
 from skyward.nodes.journal import Journal
+from skyward.testing import Shop
 from skyward.worker.usage import memory_there
 
 from ..conftest import Eventually
-from .shop import Shop, opened
 
 QUIET = sky.Options(console=False, idle_timeout=77)
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    with opened(tmp_path) as shop:
-        yield shop
 
 
 @sky.function

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,19 @@ import pytest
 
 import skyward as sky
 from skyward.nodes.journal import Journal
-
-from .shop import Shop, an_offer, opened
+from skyward.testing import Shop, an_offer
 
 QUIET = sky.Options(console=False)
 
 
 @pytest.fixture
-def dear(tmp_path: Path) -> Iterator[Shop]:
-    with opened(tmp_path) as shop:
-        shop.stock.offers = [an_offer("dear", 2.0)]
-        yield shop
+def dear(shop: Shop) -> Shop:
+    shop.stock.offers = [an_offer("dear", 2.0)]
+    return shop
 
 
 @pytest.fixture
 def cheap(dear: Shop, tmp_path: Path) -> Shop:
-    (tmp_path / "cheap").mkdir()
     shop = Shop(root=str(tmp_path / "cheap"))
     shop.stock.offers = [an_offer("cheap", 1.0)]
     return shop
@@ -34,7 +30,6 @@ def cheap(dear: Shop, tmp_path: Path) -> Shop:
 
 @pytest.fixture
 def unknown(dear: Shop, tmp_path: Path) -> Shop:
-    (tmp_path / "unknown").mkdir()
     shop = Shop(root=str(tmp_path / "unknown"))
     shop.stock.offers = [an_offer("unknown", None)]
     return shop

@@ -15,7 +15,7 @@ import pytest
 
 import skyward as sky
 from skyward.providers import Order, Provider, Request
-from skyward.testing import ProviderSuite, plain_request
+from skyward.testing import ProviderSuite, Shop, plain_request
 
 from . import podman
 from .ssh_hosts import Sshd
@@ -28,6 +28,30 @@ class TestLocal(ProviderSuite):
     def provider(self) -> sky.Local:
         """With nothing to set up."""
         return sky.Local()
+
+    @pytest.fixture
+    def machine_request(self) -> Request:
+        """What any machine has."""
+        return plain_request()
+
+
+class TestShop(ProviderSuite):
+    """The one that programs are tested with."""
+
+    @pytest.fixture
+    def provider(self, shop: Shop) -> Shop:
+        """With one offer."""
+        self.shop = shop
+        return shop
+
+    @contextlib.contextmanager
+    def out_of_reach(self) -> Iterator[bool]:
+        """Neither the shop nor its machines answer."""
+        self.shop.stock.out_of_reach = True
+        try:
+            yield True
+        finally:
+            self.shop.stock.out_of_reach = False
 
     @pytest.fixture
     def machine_request(self) -> Request:

@@ -21,9 +21,7 @@ from skyward.nodes.journal import Journal
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import BOUGHT_IN_VAIN, RETRY_PAUSES, SPARE_SECONDS
 from skyward.providers import Order
-from skyward.testing import plain_request
-
-from .shop import Shop, an_offer, opened
+from skyward.testing import Shop, an_offer, plain_request
 
 LOUD = sky.Options(console=True)
 
@@ -31,12 +29,6 @@ LOUD = sky.Options(console=True)
 @sky.function
 def square(number: int) -> int:
     return number * number
-
-
-@pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    with opened(tmp_path) as shop:
-        yield shop
 
 
 def host_of(shop: Shop, state: Journal, ledger: Ledger) -> Host:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,18 @@ import skyward as sky
 from skyward import providers
 from skyward.cli.main import sky as command
 from skyward.providers import Request
-
-from .shop import Shop, an_offer, opened
+from skyward.testing import Shop, an_offer
 
 
 @pytest.fixture
-def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
-    """The only shop there is, and the one that can be made without arguments."""
-    monkeypatch.setattr(providers, "BUILT_IN", {"local": "skyward.providers.local:Local"})
-    with opened(tmp_path) as shop:
-        monkeypatch.setattr(Shop.__init__, "__defaults__", ("auto", shop.root, "here-1", "me"))
-        shop.stock.offers = [
-            an_offer("m1.unknown", None),
-            an_offer("m1.big", 2.0),
-            an_offer("m1.big", 0.7, "spot"),
-            an_offer("m1.small", 0.5),
-        ]
-        yield shop
+def shop(only_shop: Shop) -> Shop:
+    only_shop.stock.offers = [
+        an_offer("m1.unknown", None),
+        an_offer("m1.big", 2.0),
+        an_offer("m1.big", 0.7, "spot"),
+        an_offer("m1.small", 0.5),
+    ]
+    return only_shop
 
 
 def told(offers: list[sky.Offer]) -> list[tuple[str, str, float | None]]:

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,14 @@ from skyward.cli.main import sky as command
 from skyward.nodes import cleaning, keeping
 from skyward.nodes.journal import Journal
 from skyward.providers import Order, owner
-from skyward.testing import plain_request
-
-from .shop import Shop, opened
+from skyward.testing import Shop, plain_request
 
 QUIET = sky.Options(console=False)
 
 
 @pytest.fixture
-def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
-    """The only provider but this machine, and it can be made without arguments."""
-    monkeypatch.setattr(providers, "BUILT_IN", {"local": "skyward.providers.local:Local"})
-    with opened(tmp_path) as shop:
-        defaults = ("auto", shop.root, "here-1", owner())
-        monkeypatch.setattr(Shop.__init__, "__defaults__", defaults)
-        yield Shop()
+def shop(only_shop: Shop) -> Shop:
+    return only_shop
 
 
 def rules(shop: Shop) -> list[str]:

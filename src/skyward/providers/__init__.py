@@ -545,7 +545,7 @@ def _meant(given: object) -> str:
         given = find_provider(given.lower())
     if not isinstance(given, type) or not isinstance(given, Provider):
         return "sky.Local()"
-    prefix = "sky." if given.__module__.startswith("skyward.") else ""
+    prefix = "sky." if given.__module__.startswith("skyward.providers.") else ""
     required = [
         each.name
         for each in inspect.signature(given).parameters.values()
