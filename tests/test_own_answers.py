@@ -6,17 +6,24 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyward as sky
 from skyward.calls.dispatch import Dispatcher
+from skyward.calls.loop import Borrower
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Payload, Result, Written
+
+STEPS = 150
+"""More than a call has at which Python may run a handler of a signal."""
 
 
 @sky.function
@@ -30,6 +37,14 @@ def tell(text: str, pid: int, number: signal.Signals) -> int:
     print(text)
     os.kill(pid, number)
     return len(text)
+
+
+@sky.function
+def wait_for(mark: str) -> int:
+    """Return when there is a file."""
+    while not os.path.exists(mark):
+        time.sleep(0.01)
+    return 4
 
 
 @pytest.fixture(scope="module")
@@ -136,37 +151,57 @@ def test_what_a_function_prints_is_shown_before_its_result_is_there(
         assert printed[-1] == f"line {number}"
 
 
-def test_a_handler_of_a_signal_makes_a_call_while_another_one_waits(alone: sky.Compute) -> None:
+def test_a_handler_of_a_signal_makes_a_call_while_another_one_waits(
+    alone: sky.Compute, tmp_path: Path
+) -> None:
     answers: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: answers.append(double(21) >> alone))
+    mark, caller = tmp_path / "handled", threading.main_thread().ident
+
+    def handle(*_: object) -> None:
+        mark.touch()
+        answers.append(double(21) >> alone)
+
+    def strike() -> None:
+        while caller and sys._current_frames()[caller].f_code is not Borrower.wait.__code__:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    striking = threading.Thread(target=strike)
     try:
-        assert tell("text", os.getpid(), signal.SIGUSR1) >> alone == 4
+        striking.start()
+        assert wait_for(str(mark)) >> alone == 4
     finally:
+        striking.join()
         signal.signal(signal.SIGUSR1, before)
     assert answers == [42]
 
 
-def interrupt(strike: int) -> Callable[..., None]:
-    """A profile function that raises at one of the steps at which Python looks for signals."""
+def interrupt(strike: int, handler: Callable[[], None]) -> Callable[..., None]:
+    """A profile function that runs a handler at one of the steps at which Python does that."""
     inside = count = 0
 
     def step(frame: types.FrameType, event: str, argument: Any) -> None:
         nonlocal inside, count
-        if frame.f_code is Dispatcher._send_and_read.__code__:
+        if frame.f_code is Dispatcher._hand_over.__code__:
             inside += (event == "call") - (event == "return")
         if inside and event in ("call", "c_return"):
             count += 1
             if count == strike:
-                raise KeyboardInterrupt
+                handler()
 
     return step
+
+
+def stop() -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_ctrl_c_at_any_step_of_reading_an_answer_harms_no_other_call(alone: sky.Compute) -> None:
     before, interrupted = sys.getprofile(), 0
-    for strike in range(1, 80):
-        sys.setprofile(interrupt(strike))
+    for strike in range(1, STEPS):
+        sys.setprofile(interrupt(strike, stop))
         try:
             double(strike) >> alone
         except KeyboardInterrupt:
@@ -175,4 +210,30 @@ def test_a_ctrl_c_at_any_step_of_reading_an_answer_harms_no_other_call(alone: sk
             sys.setprofile(before)
         assert double(strike) >> alone == 2 * strike
     assert interrupted > 20
+    assert alone.stats().workers_died == 0
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_call_of_a_handler_never_waits_for_the_call_that_it_interrupts(
+    alone: sky.Compute,
+) -> None:
+    """It gets its answer while the other one waits, and is refused at every other step."""
+    before, refused = sys.getprofile(), 0
+    answers: list[int] = []
+
+    def call() -> None:
+        answers.append(double(21) >> alone)
+
+    for strike in range(1, STEPS):
+        sys.setprofile(interrupt(strike, call))
+        try:
+            assert double(strike) >> alone == 2 * strike
+        except RuntimeError as problem:
+            assert "a handler of a signal has called double" in str(problem)  # noqa: PT017
+            refused += 1
+        finally:
+            sys.setprofile(before)
+        assert double(strike) >> alone == 2 * strike
+    assert refused > 20
+    assert answers.count(42) == len(answers) > 0
     assert alone.stats().workers_died == 0

@@ -116,6 +116,8 @@ class Dispatcher:
         """For each task and stream, the beginning of a long line whose rest has not come yet."""
         self._releasing: deque[Lane] = deque()
         """Lanes whose executor can get memory back; finalizers append to this."""
+        self._inside: set[int] = set()
+        """The threads that hand a task over, or take an answer, and do not wait for it."""
         loop.after_each_round(self._after_round)
 
     # Lanes come and go.
@@ -191,13 +193,8 @@ class Dispatcher:
         try:
             if submit is not None:
                 submit(task)
-            elif (lane := self._begin(task)) is not None:
-                # Before it is sent: on a busy machine, the answer may be there a moment later.
-                borrower = self._loop.borrow(lane.channel, task)
-                if borrower is None:
-                    self._send(lane, task)
-                else:
-                    self._send_and_read(lane, task, borrower)
+            else:
+                self._hand_over(task, reads=True)
             return self.result(task)
         except BaseException:
             if task.cancellable:
@@ -212,7 +209,29 @@ class Dispatcher:
             self.flush_output(task)
         return answer.get()
 
-    def _send_and_read(self, lane: Lane, task: Task, borrower: Borrower) -> None:
+    def _hand_over(self, task: Task, reads: bool = False) -> None:
+        """Send a task to an executor with a free slot, or queue it.
+
+        With `reads`, this thread may read the answer. A handler of a signal that runs in the middle
+        of all this, on the same thread, holds up what any other call needs. So it cannot make one.
+        """
+        me = threading.get_ident()
+        if me in self._inside:
+            raise _called_by_handler(task)
+        try:
+            self._inside.add(me)
+            lane = self._begin(task)
+            if lane is not None:
+                # Before it is sent: on a busy machine, the answer may be there a moment later.
+                borrower = self._loop.borrow(lane.channel, task) if reads else None
+                if borrower is None:
+                    self._send(lane, task)
+                else:
+                    self._send_and_read(lane, task, borrower, me)
+        finally:
+            self._inside.discard(me)
+
+    def _send_and_read(self, lane: Lane, task: Task, borrower: Borrower, me: int) -> None:
         """Send a task and read its answer on this thread, if nothing else comes before it.
 
         A Ctrl-C may come after each step here. So all but a plain value stays for the loop's
@@ -223,7 +242,9 @@ class Dispatcher:
             self._send(lane, task)
             task.borrower = borrower
             if not task.done:
+                self._inside.discard(me)
                 borrower.wait()
+                self._inside.add(me)
             with channel.reading:
                 if self._loop.lent.get(channel) is task and not task.done:
                     result = channel.take_result(task.id)
@@ -237,9 +258,7 @@ class Dispatcher:
 
     def submit(self, task: Task) -> None:
         """Send a task to an executor with a free slot, or queue it."""
-        lane = self._begin(task)
-        if lane is not None:
-            self._send(lane, task)
+        self._hand_over(task)
 
     def _begin(self, task: Task) -> Lane | None:
         """Give a task to an executor with a free slot, which it is to be sent to, or queue it."""
@@ -260,6 +279,16 @@ class Dispatcher:
 
     def submit_all(self, tasks: list[Task]) -> None:
         """Submit tasks together: no other task comes between them on any worker."""
+        me = threading.get_ident()
+        if me in self._inside:
+            raise _called_by_handler(tasks[0])
+        try:
+            self._inside.add(me)
+            self._hand_over_all(tasks)
+        finally:
+            self._inside.discard(me)
+
+    def _hand_over_all(self, tasks: list[Task]) -> None:
         sends = []
         try:
             with self.lanes.lock:
@@ -779,3 +808,11 @@ def _size(payload: Payload) -> int:
 def _stayed(lane: Lane, task: Task) -> ArrivedTensors | None:
     """The tensors of a result that stay on the device of the worker that ran the task."""
     return None if task.staying is None else task.staying.arrived(lane.node, lane.worker)
+
+
+def _called_by_handler(task: Task) -> RuntimeError:
+    return RuntimeError(
+        f"a handler of a signal has called {task.name} while its thread was handing over another "
+        "call, and neither can go on before the other; set a flag in the handler, and make the "
+        "call where the flag is looked at, or on another thread"
+    )
