@@ -38,7 +38,7 @@ Sharing = Callable[[sky.Compute], contextlib.AbstractContextManager[sky.Compute]
 _shared_pools: list[sky.Compute] = []
 
 # A machine that stands still for a moment says nothing about the code: no limit on one example.
-hypothesis.settings.register_profile("skyward", deadline=None, max_examples=100 if ALL else 25)
+hypothesis.settings.register_profile("skyward", deadline=None, max_examples=100 if ALL else 12)
 hypothesis.settings.load_profile("skyward")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -149,7 +149,11 @@ def nothing_left(eventually: Eventually) -> Iterator[None]:
         except psutil.Error:
             return ["one that is just ending"]
 
-    eventually(lambda: not strays(), 20, f"the end of {strays()}")
+    try:
+        eventually(lambda: not strays(), 20, "the end of its workers")
+    except pytest.fail.Exception as late:
+        late.add_note(f"still there: {strays()}")
+        raise
     if not _shared_pools:
         eventually(
             lambda: set(os.listdir(folder)) <= before, 30, "the removal of temporary folders"

@@ -10,6 +10,7 @@ import pytest
 import skyward as sky
 from skyward.providers import Allocation, Capabilities
 
+from .conftest import only_in_all
 from .waiting import wait_for
 
 QUIET = sky.Options(console=False)
@@ -306,6 +307,7 @@ def test_a_shielded_future_goes_on_when_its_waiter_is_cancelled(compute, tmp_pat
     assert asyncio.run(main()) == "done"
 
 
+@only_in_all
 def test_the_module_means_the_pool_of_the_async_block():
     async def main():
         async with sky.Compute(options=QUIET) as outer:

@@ -10,6 +10,8 @@ import pytest
 from skyward.notebook.cell import cell_call, shown
 from skyward.notebook.reading import read_cell
 
+from .conftest import only_in_all
+
 NOTEBOOK: dict[str, Any] = {"a": 1, "b": 2, "xs": [1, 2, 3], "f": abs, "cell": "mine", "C": int}
 
 
@@ -134,6 +136,7 @@ def test_a_value_is_shown_as_a_notebook_would() -> None:
     assert shown(None) == {}
 
 
+@only_in_all
 def test_a_figure_is_shown_as_a_picture() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
 

@@ -14,6 +14,7 @@ import pytest
 
 import skyward as sky
 
+from .conftest import only_in_all, other_case
 from .waiting import wait_for
 
 QUIET = sky.Options(console=False)
@@ -307,6 +308,7 @@ def test_a_pool_grows_and_every_node_hears_of_it(resizable):
     assert resizable.run(info(), on=2).node == 2
 
 
+@other_case
 def test_a_pool_shrinks_and_every_node_hears_of_it(resizable):
     resizable.resize(3)
 
@@ -390,6 +392,7 @@ def test_an_elastic_pool_grows_under_load_and_shrinks_when_idle(tmp_path, eventu
         eventually(lambda: [i.total_nodes for i in info() @ pool] == [1])
 
 
+@only_in_all
 def test_an_elastic_pool_says_nothing_when_it_is_to_be_quiet(tmp_path, eventually, capsys):
     """Slow: see above."""
     options = sky.Options(console=False, idle_timeout=60)

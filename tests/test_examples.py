@@ -195,6 +195,7 @@ LONG = {
     "compile_gpt",
     "ddp_mnist",
     "device_function",
+    "device_mnist",
     "grid_search",
     "grpo_sync",
     "hf_trainer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -43,9 +44,16 @@ def room_of(module: str) -> str:
     return {"": "__init__", "__main__": "cli"}.get(room, room)
 
 
+@functools.cache
+def statements(path: Path) -> list[ast.stmt]:
+    """The imports and classes of a file, wherever they are: it is read once for all tests."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom | ast.ClassDef)]
+
+
 def imports(path: Path) -> Iterator[str]:
     """The modules of ours that a file imports: at its top, for types alone, or in a function."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -111,7 +119,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_a_name_means_one_class() -> None:
     homes: dict[str, list[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(path):
             # The names of SkyTorch's interface are not ours to choose.
             if isinstance(node, ast.ClassDef) and room_of(module) != "skytorch":
                 homes.setdefault(node.name, []).append(module)

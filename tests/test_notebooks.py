@@ -420,6 +420,7 @@ def test_the_line_magic_shows_pools_and_runs_commands(kernel: Kernel) -> None:
     assert kernel.text(version).startswith("skyward ")
 
 
+@only_in_all
 def test_a_kernel_that_restarts_or_ends_leaves_no_pool(
     folder: Path, eventually: Eventually
 ) -> None:

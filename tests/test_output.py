@@ -23,7 +23,7 @@ import skyward as sky
 from skyward.wire.frames import META_LIMIT
 from skyward.worker.output import PIECE, LineCutter
 
-from .conftest import PATIENCE, other_case
+from .conftest import PATIENCE, only_in_all, other_case
 from .waiting import wait_for
 
 QUIET = sky.Options(console=False)
@@ -533,6 +533,7 @@ def test_in_a_pipe_the_console_is_plain_lines_on_stderr():
     ]
 
 
+@only_in_all
 def test_lines_keep_their_order_for_a_client_that_stands_still():
     """They wait in the executor's pipe, which is none of the agent's business then."""
     done = run("""
@@ -769,6 +770,7 @@ def test_a_bar_of_the_client_stays_below_what_tasks_print(bar):
     )
 
 
+@other_case
 def test_output_sent_elsewhere_is_plain_while_progress_is_on_the_terminal(tmp_path):
     with open(tmp_path / "out", "w") as out:
         screen = on_terminal(
@@ -784,6 +786,7 @@ def test_output_sent_elsewhere_is_plain_while_progress_is_on_the_terminal(tmp_pa
     assert not any("hello from" in line for line in screen.lines)
 
 
+@only_in_all
 def test_on_a_terminal_many_lines_are_shown_before_the_result():
     """Drawing must keep up: 30,000 lines, and then the result."""
     screen = on_terminal("""
@@ -800,6 +803,7 @@ def test_on_a_terminal_many_lines_are_shown_before_the_result():
     assert screen.lines[1:-1] == [*(f"[node 0] line {n}" for n in range(30_000)), "result"]
 
 
+@other_case
 def test_a_quiet_console_is_quiet_on_a_terminal_too():
     screen = on_terminal("""
         with sky.Compute(options=options(console=False)) as compute:

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 FEW = (
     "tests/wire/test_large.py",
     "tests/wire/test_listening.py",
-    "tests/device/test_training.py",
 )
+"""Of the device, none: torch and a compiled core in another process take 10 s of a processor."""
 MANY = (
     "tests/device/test_aliasing.py",
     "tests/wire",
@@ -34,6 +34,7 @@ MANY = (
     "tests/device/test_references.py",
     "tests/device/test_streams.py",
     "tests/device/test_threads.py",
+    "tests/device/test_training.py",
 )
 
 

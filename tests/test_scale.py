@@ -33,6 +33,8 @@ from skyward.wire.identity import CLIENT, Authority
 from skyward.wire.link.connections import LinkLost
 from skyward.wire.messages import Hello, Message, Ping
 
+from .conftest import only_in_all
+
 NODES = 1000
 KIB = 1 << 10
 
@@ -75,6 +77,7 @@ def briefing_of(roster: Roster) -> Briefing:
     return Briefing("pool", spec, None, roster, clustered=True)
 
 
+@only_in_all
 def test_the_list_of_peers_is_made_once_for_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     roster, told = roster_of(NODES)
     made = []

@@ -16,6 +16,7 @@ import pytest
 
 import skyward as sky
 
+from .conftest import only_in_all
 from .waiting import wait_for
 
 QUIET = sky.Options(console=False)
@@ -122,6 +123,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr("skyward.calls.held.ENDLESS_SECONDS", 0.0)
 
 
+@only_in_all
 def test_a_call_that_streams_keep_from_running_for_ever_fails_and_names_them(
     compute, tmp_path, capsys, impatient
 ):

@@ -17,7 +17,7 @@ import torch
 
 import skyward as sky
 
-from ..conftest import PATIENCE
+from ..conftest import PATIENCE, only_in_all
 
 pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'skyward-torch[store]'")
 
@@ -86,6 +86,7 @@ def test_a_long_push_shows_a_bar_that_goes_away(
     assert text.rpartition("\x1b[2K")[2] == "m version 1: 3.9 KiB in 1 tensor, 3.9 KiB new\r\n"
 
 
+@only_in_all
 def test_no_bar_is_drawn_in_a_pipe(
     start, terminal: Terminal, signs: Path, pushing: list[str], eventually
 ) -> None:
@@ -121,6 +122,7 @@ def test_an_interrupted_push_publishes_nothing(
     assert store.list() == ()
 
 
+@only_in_all
 def test_a_push_that_is_interrupted_when_it_is_done_has_succeeded(
     start, signs: Path, pushing: list[str], store: sky.ModelStore
 ) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from ..conftest import other_case
+
 
 def _loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ w).square().mean()
@@ -151,6 +153,7 @@ def test_in_place_changes_of_saved_tensors_are_caught(device: torch.device) -> N
         y.sum().backward()
 
 
+@other_case
 @pytest.mark.slow
 def test_compile_with_aot_eager(device: torch.device, x: torch.Tensor) -> None:
     """Slow: Dynamo and AOTAutograd trace for seconds."""

@@ -135,6 +135,7 @@ def test_a_killed_compile_goes_on_where_it_was(workshop: Workshop, eventually: E
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
+@only_in_all
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=other_case)])
 def test_a_compile_that_is_ended_leaves_neither_files_nor_compilers(
     workshop: Workshop, eventually: Eventually, number: signal.Signals

@@ -18,7 +18,7 @@ from torch import nn
 import skyward as sky
 from skyward.device.core import core
 
-from ..conftest import only_in_all
+from ..conftest import only_in_all, other_case
 from .test_defects import device_processes
 
 QUIET = sky.Options(console=False)
@@ -124,6 +124,7 @@ def test_tensors_come_back_as_they_were_and_later_ones_say_their_name(pool, stor
     assert held - torch.sky.memory_allocated(device) == 4 << 20
 
 
+@other_case
 def test_a_slot_with_another_tensor_is_not_filled_with_the_old_one(pool, store) -> None:
     device = pool.device("cpu")
     old, kept = torch.ones(1000, device=device), torch.full((10,), 3.0, device=device)
@@ -160,6 +161,7 @@ def test_a_device_can_be_lost_again_and_again(pool, store) -> None:
     assert x.tolist() == [1.0] * 3
 
 
+@only_in_all
 def test_tensors_without_their_contents_are_not_read(pool, store, tmp_path: Path) -> None:
     device = pool.device("cpu")
     x = torch.ones(3, device=device)
@@ -176,6 +178,7 @@ def test_tensors_without_their_contents_are_not_read(pool, store, tmp_path: Path
     assert x.tolist() == [1.0] * 3
 
 
+@only_in_all
 def test_without_a_checkpoint_the_error_says_what_was_lost() -> None:
     with sky.Compute(options=QUIET) as compute:
         device = compute.device("cpu")
@@ -196,6 +199,7 @@ def test_without_a_checkpoint_the_error_says_what_was_lost() -> None:
         fresh.sum().item()
 
 
+@only_in_all
 def test_a_result_stays_on_no_device_that_is_still_to_come_back(pool, store) -> None:
     device = pool.device("cpu")
     x = torch.ones(3, device=device)

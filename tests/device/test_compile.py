@@ -19,7 +19,7 @@ import skyward as sky
 from skyward.device.graphs import shipping
 from skyward.device.graphs.text import Compiled
 
-from ..conftest import ALL, only_in_all
+from ..conftest import ALL, only_in_all, other_case
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning"),
@@ -50,6 +50,7 @@ def _loss_and_gradients(
     return [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters())]
 
 
+@only_in_all
 @pytest.mark.parametrize("backend", [pytest.param("aot_eager", marks=only_in_all), "sky"])
 def test_a_compiled_model_with_attention_learns_as_it_does_uncompiled(
     device: torch.device, backend: str
@@ -68,7 +69,10 @@ def test_a_compiled_model_with_attention_learns_as_it_does_uncompiled(
             torch.testing.assert_close(compiled(tokens).cpu(), model(tokens).cpu())
 
 
-@pytest.mark.parametrize("options", [{"backend": "sky"}, {"mode": "reduce-overhead"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "sky"}, pytest.param({"mode": "reduce-overhead"}, marks=other_case)],
+)
 def test_a_call_of_a_compiled_model_is_one_operation_each_way(
     device: torch.device, options: dict[str, str]
 ) -> None:

@@ -20,7 +20,7 @@ import skyward as sky
 from skyward.device import meeting
 from skyward.device.core import core
 
-from ..conftest import only_in_all
+from ..conftest import only_in_all, other_case
 from .proxy import Proxy
 from .test_defects import device_processes
 
@@ -470,6 +470,7 @@ def test_no_stale_content_is_passed_on(three: list[torch.device], write: str) ->
     assert torch.equal(x.to(third).cpu(), x.cpu())
 
 
+@only_in_all
 def test_content_that_a_function_writes_to_later_is_not_passed_on(
     three: list[torch.device], three_nodes: sky.Compute, tmp_path: Path, eventually
 ) -> None:
@@ -567,6 +568,7 @@ def test_copies_over_a_network_have_the_same_bits(over_network: list[torch.devic
     assert [s.sum().item() for s in small] == [i * i for i in range(1, 20)]
 
 
+@only_in_all
 def test_long_tensors_change_places_over_a_network(over_network: list[torch.device]) -> None:
     one, two = over_network
     x, y = torch.randn(12 * MIB), torch.randn(12 * MIB)
@@ -714,6 +716,7 @@ def test_a_graph_that_uses_its_memory_again_waits_until_its_result_has_left(
     assert there.sum().item() == 2 * ones.numel()
 
 
+@other_case
 @pytest.mark.timeout(60)
 def test_a_link_that_was_lost_is_made_again_at_the_next_copy(
     proxied: tuple[list[torch.device], Proxy], eventually
@@ -740,6 +743,7 @@ def test_a_link_that_was_lost_is_made_again_at_the_next_copy(
     assert torch.equal(into.copy_(here).cpu(), x)
 
 
+@only_in_all
 def test_a_link_that_has_ended_leaves_nothing_behind(
     device: torch.device, compute: sky.Compute, eventually
 ) -> None:

@@ -24,6 +24,8 @@ from skyward.device.graphs.text import (
     name_of,
 )
 
+from ..conftest import only_in_all
+
 pytestmark = [
     # Of torch's own, where it imports its compiler.
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
@@ -190,6 +192,7 @@ def test_a_worker_calls_nothing_but_operations(programs: running.Programs, node:
         programs.ship(_bytes(_message(node)))
 
 
+@only_in_all
 def test_a_message_that_is_none_costs_the_worker_nothing(device: torch.device) -> None:
     operations.library()
     with pytest.raises(RuntimeError):

@@ -14,6 +14,7 @@ import torch
 
 import skyward as sky
 
+from ..conftest import only_in_all
 from ..memory import in_use
 from .test_defects import device_processes
 
@@ -49,6 +50,7 @@ def alone(sharing) -> Iterator[Alone]:
         yield Alone(device, process)
 
 
+@only_in_all
 def test_the_workers_memory_returns_to_its_baseline(alone: Alone) -> None:
     """Some allocators give memory back, others keep it for the next tensors; none needs more."""
     held, before = alone.held(), 0.0

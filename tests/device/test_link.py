@@ -32,7 +32,7 @@ from skyward.wire.link.backlog import Backlog
 from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
 
-from ..conftest import only_in_all
+from ..conftest import only_in_all, other_case
 from .proxy import Proxy
 from .test_defects import device_processes
 
@@ -248,6 +248,7 @@ def test_a_killed_process_is_noticed_within_seconds(
         assert torch.ones(4, device=compute.device("cpu")).sum().item() == 4.0
 
 
+@other_case
 def test_a_killed_node_is_noticed_within_seconds(proxies: list[Proxy], nothing_left: None) -> None:
     with pool() as compute:
         device = compute.device("cpu")
@@ -268,6 +269,7 @@ def test_a_node_killed_while_it_opens_a_device_is_noticed_within_seconds(
             opening.result(20)
 
 
+@only_in_all
 def test_giving_up_wakes_who_waits_and_says_why(
     proxies: list[Proxy], eventually, nothing_left: None
 ) -> None:
@@ -294,6 +296,7 @@ def test_giving_up_wakes_who_waits_and_says_why(
         assert torch.ones(4, device=compute.device("cpu")).sum().item() == 4.0
 
 
+@only_in_all
 def test_a_process_whose_client_stays_away_ends(
     proxies: list[Proxy], eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:

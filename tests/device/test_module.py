@@ -15,6 +15,7 @@ import pytest
 import skyward as sky
 from skyward.device import properties
 
+from ..conftest import only_in_all
 from .test_defects import device_processes
 
 torch = pytest.importorskip("torch")
@@ -227,6 +228,7 @@ def test_a_storage_is_of_a_type(device: torch.device) -> None:
     assert not isinstance(x.cpu().storage(), torch.sky.FloatStorage)
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_saved_model_opens_where_skyward_is_not_installed(
     device: torch.device, tmp_path: Path

@@ -348,6 +348,7 @@ def test_what_was_not_recorded_is_said(device: torch.device) -> None:
     assert "8 operations" in str(p)
 
 
+@only_in_all
 def test_a_device_over_a_network_is_profiled_on_the_same_clock() -> None:
     with sky.Compute(sky.Local(transport="tcp"), options=sky.Options(console=False)) as compute:
         device = compute.device("cpu")

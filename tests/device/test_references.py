@@ -682,6 +682,7 @@ def test_what_cannot_be_opened_is_copied(alone, monkeypatch: pytest.MonkeyPatch,
     assert list(scale([1.0, 2.0], x) >> compute) == [1 << 20, 2 << 20]
 
 
+@only_in_all
 def test_a_device_gone_before_the_call_is_opened_raises_its_own_error(
     mortal: sky.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -704,6 +705,7 @@ def test_a_device_gone_before_the_call_is_opened_raises_its_own_error(
     assert total(torch.ones(2)) >> mortal == 2
 
 
+@only_in_all
 def test_a_call_cancelled_while_its_bytes_are_fetched_leaves_nothing(
     alone, monkeypatch: pytest.MonkeyPatch, eventually
 ) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import skyward as sky
 
-from ..conftest import only_in_all
+from ..conftest import only_in_all, other_case
 from .test_defects import device_processes
 
 LARGE = 8 << 20
@@ -123,6 +123,7 @@ def test_only_the_part_that_is_covered_takes_memory(alone) -> None:
     assert in_use(device) - before < 1 << 20
 
 
+@other_case
 def test_tied_weights_and_their_optimiser_come_as_one(alone) -> None:
     def load() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -225,6 +226,7 @@ def test_a_device_in_the_result_is_the_one_its_tensors_are_on(compute, device) -
     assert meta.type == "meta"
 
 
+@only_in_all
 def test_a_result_without_tensors_needs_no_device() -> None:
     with sky.Compute(options=sky.Options(console=False)) as compute:
         assert sky.remote(lambda: {"a": 1})() >> compute == {"a": 1}
@@ -390,6 +392,7 @@ def test_a_cancelled_call_leaves_no_memory(alone, tmp_path: Path, eventually) ->
     eventually(is_answered)
 
 
+@only_in_all
 def test_an_executor_that_dies_leaves_no_memory(alone, eventually) -> None:
     compute, device = alone
 
@@ -428,6 +431,7 @@ def test_a_device_that_dies_while_the_result_comes_is_said_or_replaced(eventuall
         assert (sky.remote(make)(3) >> compute).sum().item() == 3
 
 
+@only_in_all
 def test_an_earlier_error_of_the_device_is_raised(alone) -> None:
     compute, device = alone
     x = torch.ones(3, device=device)

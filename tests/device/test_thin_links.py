@@ -90,6 +90,7 @@ def asked(device: torch.device) -> int:
 # Questions.
 
 
+@only_in_all
 def test_two_hundred_lengths_of_a_gpt_ask_the_worker_at_most_fifty_times(
     device: torch.device,
 ) -> None:
@@ -182,6 +183,7 @@ def test_what_a_rule_is_not_sure_of_is_asked_for_until_the_worker_has_confirmed_
         torch.testing.assert_close(mine.grad.cpu(), right.grad, rtol=1e-4, atol=1e-3)
 
 
+@only_in_all
 def test_very_many_shapes_do_not_fill_the_memory_of_either_end(device: torch.device) -> None:
     whole = torch.arange(200.0 * 200.0).reshape(200, 200)
     there = whole.to(device)

@@ -211,6 +211,7 @@ def test_a_forked_child_cannot_disturb_the_parent(device: torch.device) -> None:
     assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_forked_child_and_another_client_may_end_as_processes_do(device: torch.device) -> None:
     """Slow: a client of its own, whose child runs through all of Python's finalisation.

@@ -96,6 +96,7 @@ def losses(run: Any) -> list[float]:
     return [entry[name] for entry in history for name in ("loss", "eval_loss") if name in entry]
 
 
+@only_in_all
 def test_a_trainer_trains_on_the_device_as_on_the_cpu(device: torch.device, tmp_path: Path) -> None:
     ours = trainer(tmp_path / "ours", gpt2(), save_strategy="no")
     ours.train()
@@ -353,6 +354,7 @@ def test_a_model_of_timm_computes_as_on_the_cpu(device: torch.device) -> None:
 # torch's own that look at the kind of a device.
 
 
+@only_in_all
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo")
 def test_flex_attention_computes_as_on_the_cpu(device: torch.device) -> None:

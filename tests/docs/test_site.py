@@ -13,7 +13,7 @@ import pytest
 import skyward as sky
 from skyward import plugins
 
-from ..conftest import only_in_all
+from ..conftest import ALL
 from ..page.chromium import PROGRAM, Chromium
 from .snippets import ROOT
 
@@ -23,6 +23,8 @@ pytest.importorskip("material")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The whole site, built as `make docs` does; a link that leads nowhere ends the build."""
+    if not ALL:
+        pytest.skip("to build the site takes 20 s of a processor: make docs, make test-all")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
@@ -94,7 +96,6 @@ for name, drawing in run.drawings():
     assert done.returncode == 0, f"{done.stderr}\nmake them again: python bench/run.py --page"
 
 
-@only_in_all
 @pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium")
 def test_a_browser_shows_every_page_on_a_phone_and_searches_from_the_disk(site: Path) -> None:
     width = 390

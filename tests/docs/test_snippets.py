@@ -30,13 +30,15 @@ NEEDING = [each for found in ALL.values() for each in found if each.needs is not
 SLOW = (
     "docs/device.md",
     "docs/guides/broadcast.md",
+    "docs/guides/first-steps.md",
     "docs/guides/functions.md",
     "docs/guides/round-trip.md",
     "README.md",
+    "docs/state.md",
 )
 """torch.compile and training on several nodes take long, and the tests of the device, of functions
-and of the torch plugin run what the pages show; the round trip is that of `docs/index.md`; the
-README is a script of `tests/test_examples.py`."""
+of the torch plugin and of shared objects run what the pages show; the round trip and the first
+steps are those of `docs/index.md`; the README is a script of `tests/test_examples.py`."""
 
 
 @pytest.mark.parametrize(

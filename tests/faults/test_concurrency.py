@@ -17,7 +17,7 @@ import pytest
 
 import skyward as sky
 
-from ..conftest import PATIENCE
+from ..conftest import PATIENCE, only_in_all, other_case
 
 SOON = 60.0
 """At once by design; the rest is for a busy machine."""
@@ -217,7 +217,13 @@ def test_a_timeout_names_itself_cancels_the_work_and_frees_the_place_at_once(
     eventually(lambda: not path.exists(), what="the end of the remote work")
 
 
-@pytest.mark.parametrize("ignores", [stubborn, deaf], ids=["swallows-it", "in-C-code"])
+@pytest.mark.parametrize(
+    "ignores",
+    [
+        pytest.param(stubborn, id="swallows-it", marks=other_case),
+        pytest.param(deaf, id="in-C-code"),
+    ],
+)
 def test_a_task_that_ignores_its_interrupt_is_killed_and_its_place_comes_back(
     one: sky.Compute, tmp_path: Path, ignores: sky.Function[[str], None], eventually: Eventually
 ) -> None:
@@ -233,6 +239,7 @@ def test_a_task_that_ignores_its_interrupt_is_killed_and_its_place_comes_back(
     assert stats.failed == 0
 
 
+@only_in_all
 def test_a_task_that_neither_reads_nor_ends_is_killed_while_it_is_fed(one: sky.Compute) -> None:
     """Whoever feeds it waits for it to read, with the lock on what is sent to it."""
 
@@ -257,6 +264,7 @@ def test_the_pools_default_timeout_holds_where_a_function_has_none(tmp_path: Pat
         assert sky.function(timeout=30)(echo.body)(1) >> compute == 1
 
 
+@only_in_all
 def test_a_timeout_during_a_large_transfer_never_poisons_what_the_worker_keeps(
     tmp_path: Path, eventually: Eventually
 ) -> None:

@@ -20,7 +20,7 @@ import skyward as sky
 from skyward.nodes.node import Node, Roster
 from skyward.wire.messages import ExecutorDown
 
-from ..conftest import PATIENCE, other_case
+from ..conftest import PATIENCE, only_in_all, other_case
 
 SOON = 50.0
 """Within 2 s by design; the rest is for a busy machine."""
@@ -494,6 +494,7 @@ def test_a_node_that_keeps_dying_is_given_up_and_calls_are_told(
     assert echo(1) >> own == 1, "the other node goes on"
 
 
+@only_in_all
 def test_a_node_that_served_long_enough_is_replaced_any_number_of_times(
     monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:

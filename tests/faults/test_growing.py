@@ -20,7 +20,7 @@ from skyward.nodes.scaling import Scaler
 from skyward.providers import Order
 from skyward.testing import plain_request
 
-from ..conftest import ALL, PATIENCE, Eventually
+from ..conftest import ALL, PATIENCE, Eventually, only_in_all, other_case
 
 QUIET = sky.Options(console=False)
 
@@ -112,6 +112,7 @@ def test_the_console_says_how_many_are_there_and_once_that_a_node_is_missing(
     assert "node 1 could not be started: there is no machine for node 1; it is tried again" in said
 
 
+@only_in_all
 def test_growth_that_fails_is_tried_again_after_longer_and_longer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -171,6 +172,7 @@ def test_resize_takes_what_nodes_takes(hasty: None, eventually: Eventually) -> N
                 pool.resize(wrong)  # type: ignore[arg-type]
 
 
+@other_case
 def test_resize_starts_failed_nodes_again_and_returns_when_all_are_ready(
     monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
@@ -232,6 +234,7 @@ def test_a_node_that_is_started_again_has_the_workers_it_had() -> None:
     assert (again.accelerators, again.accelerator) == (8, "H100")
 
 
+@other_case
 def test_resize_sets_the_bounds_within_which_a_pool_grows(
     tmp_path: Path, eventually: Eventually
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 import skyward as sky
 from skyward.providers import Order
 
-from ..conftest import PATIENCE, Eventually
+from ..conftest import PATIENCE, Eventually, other_case
 
 MODULE = """
 import os, pathlib, time
@@ -124,6 +124,7 @@ def test_what_runs_may_finish_and_what_waits_runs_on_the_replacement(
         assert pool.stats().failed == 0
 
 
+@other_case
 def test_other_nodes_take_the_tasks_meanwhile(
     tmp_path: Path, tell: Tell, eventually: Eventually
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_node_with_an_open_device_is_kept_while_there_is_time(
         waiting.result(PATIENCE)
 
 
+@other_case
 def test_a_replacement_that_cannot_be_had_yet_is_tried_again(
     tmp_path: Path,
     tell: Tell,

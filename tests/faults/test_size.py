@@ -172,7 +172,7 @@ def sums(arrays: list[np.ndarray]) -> list[int]:
     return [int(array.sum(dtype=np.int64)) for array in arrays]
 
 
-@pytest.fixture(scope="module", params=["unix", "tcp"])
+@pytest.fixture(scope="module", params=[pytest.param("unix", marks=other_case), "tcp"])
 def forgetful(request: pytest.FixtureRequest, sharing: Sharing) -> Iterator[sky.Compute]:
     """A pool that may keep 2 MiB, on both sides of either transport."""
     with pytest.MonkeyPatch.context() as patch:

@@ -30,7 +30,7 @@ from skyward.testing import plain_request
 from skyward.wire import connecting
 from skyward.wire.messages import Hello
 
-from ..conftest import Eventually
+from ..conftest import Eventually, only_in_all
 
 QUIET = sky.Options(console=False)
 SOON = 50.0
@@ -297,6 +297,7 @@ def test_a_pool_that_did_not_start_can_be_made_anew() -> None:
         assert sky.function(abs)(-1) >> compute == 1
 
 
+@only_in_all
 def test_a_plugin_that_takes_long_costs_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agents hear of their client meanwhile, and the client of its agents."""
     monkeypatch.setattr(node, "LOST_SECONDS", 1.5)
@@ -313,6 +314,7 @@ def _slow(info: sky.InstanceInfo) -> Iterator[None]:
     yield
 
 
+@only_in_all
 def test_pools_that_come_and_go_leave_no_thread_and_no_descriptor(eventually: Any) -> None:
     def used() -> tuple[set[str], int]:
         return {thread.name for thread in threading.enumerate()}, psutil.Process().num_fds()

@@ -226,6 +226,7 @@ def test_a_pool_ends_by_itself_when_nobody_uses_it(home: Path, eventually: Event
         sky.attach("brief")
 
 
+@only_in_all
 def test_a_command_on_one_node_keeps_all_nodes_of_the_pool(
     home: Path, eventually: Eventually
 ) -> None:

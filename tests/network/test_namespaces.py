@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from ..conftest import only_in_all
 from .namespaces import linked
 
 
+@only_in_all
 @pytest.mark.slow
 def test_packets_that_vanish_for_six_seconds_cost_nothing_but_time(tmp_path: Path) -> None:
     """Slow: the outage must be long enough to be noticed, and what went on is done afterwards."""

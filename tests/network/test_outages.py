@@ -221,6 +221,7 @@ def test_what_a_task_prints_meanwhile_arrives_later_and_in_order(
     ]
 
 
+@only_in_all
 def test_a_timeout_is_raised_in_time_and_its_cancellation_delivered_later(
     far_pool: Any, tmp_path: Path, eventually: Eventually, nothing_left: None, patient: None
 ) -> None:
@@ -256,7 +257,10 @@ def test_a_task_cancelled_in_an_outage_is_stopped_when_it_is_over(
         assert not (tmp_path / "done").exists()
 
 
-@pytest.mark.parametrize("argument", [b"", bytes(64 * MIB)], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "argument",
+    [pytest.param(b"", id="small"), pytest.param(bytes(64 * MIB), id="large", marks=only_in_all)],
+)
 def test_ctrl_c_in_an_outage_is_answered_at_once(
     far_pool: Any, tmp_path: Path, nothing_left: None, argument: bytes
 ) -> None:
@@ -326,6 +330,7 @@ def _fails(pool: Any) -> None:
         total(np.ones(64 * MIB, np.uint8)) >> pool
 
 
+@only_in_all
 def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(
     far_pool: Any, tmp_path: Path, eventually: Eventually, nothing_left: None
 ) -> None:

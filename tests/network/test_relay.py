@@ -20,7 +20,7 @@ import pytest
 import skyward as sky
 from skyward.calls import cancelling
 
-from ..conftest import other_case
+from ..conftest import only_in_all, other_case
 
 MIB = 1 << 20
 Eventually = Callable[..., None]
@@ -98,6 +98,7 @@ def test_and_what_one_call_after_the_other_needs(far: Any, values: Any) -> None:
         assert 24 <= mib() < 25
 
 
+@only_in_all
 def test_and_every_large_tensor_of_a_model(far: Any) -> None:
     torch = pytest.importorskip("torch")
     torch.manual_seed(5)
@@ -181,6 +182,7 @@ def test_an_executor_that_dies_takes_nobody_elses_copy_along(
         assert answers == [[int(values.sum())] * 3]
 
 
+@only_in_all
 def test_a_broadcast_given_up_half_way_leaves_the_pool_as_it_was(
     far_pool: Any, values: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +205,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@only_in_all
 def test_no_thread_of_a_fetch_is_left(far: Any, values: Any, eventually: Eventually) -> None:
     total(new(values)) @ far.pool
     executors = [psutil.Process(lane.pid) for lane in lanes(far.pool)]

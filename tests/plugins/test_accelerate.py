@@ -136,6 +136,7 @@ FSDP = {
 class TestConfig:
     """FSDP and DeepSpeed need accelerators, so here the settings arrive and no model is divided."""
 
+    @only_in_all
     def test_the_settings_of_fsdp_reach_accelerate(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from accelerate.utils import FullyShardedDataParallelPlugin
 

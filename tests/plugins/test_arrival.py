@@ -14,6 +14,8 @@ from skyward.context import InstanceInfo, Peer
 from skyward.errors import SkywardError
 from skyward.plugins import arrival, rendezvous
 
+from ..conftest import only_in_all
+
 
 @pytest.fixture
 def infos() -> Iterator[list[InstanceInfo]]:
@@ -62,6 +64,7 @@ def test_a_head_that_does_not_come_is_named(infos: list[InstanceInfo]) -> None:
         assert "node 0 worker 0 did not arrive" in str(problem)
 
 
+@only_in_all
 def test_strangers_are_not_counted(
     infos: list[InstanceInfo], eventually: Callable[..., None]
 ) -> None:

@@ -12,6 +12,8 @@ import skyward as sky
 from skyward.errors import PluginError
 from skyward.plugins.packages import check_installed
 
+from ..conftest import other_case
+
 QUIET = sky.Options(console=False)
 
 # The plugin, the module it needs on a worker, and the package that module comes in.
@@ -25,16 +27,17 @@ FRAMEWORKS = [
 ]
 
 
-@pytest.mark.parametrize(("plugin", "module", "package"), FRAMEWORKS)
-def test_to_make_a_plugin_imports_no_framework(plugin: str, module: str, package: str) -> None:
+def test_to_make_a_plugin_imports_no_framework() -> None:
     script = f"""if True:
         import sys, skyward as sky
-        sky.Compute(nodes=2, plugins=[sky.plugins.{plugin}()])
-        print([name for name in ("{module}", "torch", "numpy") if name in sys.modules])
+        for plugin, module, _ in {FRAMEWORKS!r}:
+            sky.Compute(nodes=2, plugins=[getattr(sky.plugins, plugin)()])
+            for name in (module, "torch", "numpy"):
+                assert name not in sys.modules, f"{{plugin}} imports {{name}}"
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
-    assert done.stdout.strip() == "[]", done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def hide(module: str) -> sky.Plugin:
@@ -51,7 +54,10 @@ def hide(module: str) -> sky.Plugin:
     return sky.Plugin.create("hide").with_around_process(hidden)
 
 
-@pytest.mark.parametrize(("plugin", "module", "package"), FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("plugin", "module", "package"),
+    [FRAMEWORKS[0], *(pytest.param(*each, marks=other_case) for each in FRAMEWORKS[1:])],
+)
 def test_a_worker_without_the_framework_says_so(plugin: str, module: str, package: str) -> None:
     plugins = [hide(module), getattr(sky.plugins, plugin)()]
 

@@ -21,6 +21,8 @@ import pytest
 import skyward as sky
 from skyward.errors import ConfigurationError, PluginError
 
+from ..conftest import other_case
+
 for needed in ("torch", "transformers", "datasets", "accelerate"):
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed", allow_module_level=True)
@@ -225,6 +227,7 @@ def test_models_are_there_before_the_first_task(hub: Hub, near: sky.Image) -> No
         assert cached() >> compute == ["config.json", "model.safetensors"]
 
 
+@other_case
 def test_a_model_that_cannot_be_had_is_named(near: sky.Image) -> None:
     plugins = [sky.plugins.huggingface(models=["org/no-such-model"])]
     with pytest.raises(PluginError, match="the model 'org/no-such-model' could not be downloaded"):

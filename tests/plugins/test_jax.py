@@ -110,6 +110,7 @@ def test_a_jax_array_is_sharded_as_a_jax_array(pool: sky.Compute) -> None:
     assert sorted(first[2][1] + second[2][1]) == [0, 1, 2, 3, 4]
 
 
+@only_in_all
 def test_a_lost_worker_is_replaced_and_the_mesh_is_made_anew(
     pool: sky.Compute, eventually: Eventually
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_first(pool: sky.Compute
     assert sum_over_devices() @ pool == [[3.0, 3.0, 3.0]] * 2
 
 
+@only_in_all
 def test_one_worker_is_left_alone() -> None:
     @sky.function
     def alone() -> tuple[int, bool, list[str]]:

@@ -19,6 +19,8 @@ import pytest
 import skyward as sky
 from skyward.errors import PluginError, SerializationError
 
+from ..conftest import only_in_all
+
 joblib = pytest.importorskip("joblib")
 
 from joblib import Parallel, delayed  # noqa: E402
@@ -269,6 +271,7 @@ def test_no_more_run_at_once_than_jobs_were_asked_for() -> None:
         assert max(Parallel(n_jobs=-1, batch_size=1)(calls)) > 2
 
 
+@only_in_all
 def test_the_innermost_pool_is_used_and_after_it_whatever_was_before(workers: set[int]) -> None:
     def pids() -> set[int]:
         return {pid for _, pid in Parallel(n_jobs=-1)(delayed(slowly)(i) for i in range(6))}

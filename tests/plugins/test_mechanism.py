@@ -23,6 +23,7 @@ from skyward.calls.scheduler import Load
 from skyward.nodes.preparing import Preparer
 from skyward.plugins.plugin import Cluster
 
+from ..conftest import only_in_all
 from ..waiting import wait_for
 
 QUIET = sky.Options(console=False)
@@ -399,6 +400,7 @@ def die() -> None:
     os._exit(3)
 
 
+@only_in_all
 def test_a_rank_that_lost_its_worker_before_it_began_ends_its_broadcast(
     grouped: sky.Compute, tmp_path: Path
 ) -> None:

@@ -337,6 +337,7 @@ def test_a_resize_lets_a_broadcast_finish(compute: sky.Compute, tmp_path: Path) 
     assert [world for _, world, _ in summed() @ compute] == [3, 3, 3]
 
 
+@only_in_all
 def test_one_worker_needs_no_group() -> None:
     @sky.function
     def initialized() -> bool:
@@ -348,6 +349,7 @@ def test_one_worker_needs_no_group() -> None:
         assert initialized() >> compute is False
 
 
+@only_in_all
 def test_a_node_that_never_arrives_is_named(nothing_left: None) -> None:
     def absent(info: sky.InstanceInfo) -> Iterator[None]:
         from skyward.plugins import arrival
@@ -411,6 +413,7 @@ def moved_to_cuda() -> list[str]:
     return [model.weight.device.type, tensor.device.type, str(tensor.dtype)]
 
 
+@only_in_all
 def test_gpu_code_can_be_tried_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -127,6 +127,13 @@ serving.serve(started=lambda address: print(address, flush=True), **options)
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
     """Starts servers, and ends them after the test; each must then end cleanly."""
+    with serving() as start:
+        yield start
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Callable[..., Server]]:
+    """Starts servers, and ends them with the block; each must then end cleanly."""
     pytest.importorskip(
         "aiohttp", reason="aiohttp is not installed: pip install skyward-torch[server]"
     )

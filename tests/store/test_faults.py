@@ -17,6 +17,7 @@ from skyward.store.places import local
 from ..conftest import ALL, only_in_all
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_working_store(folder: Path) -> None:
     """Many kills, each at a random moment of a save, each followed by a full check."""

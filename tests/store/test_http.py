@@ -25,6 +25,8 @@ from skyward.store.places.http import HttpFiles
 from skyward.store.places.opening import Address
 from skyward.wire.identity import Authority
 
+from ..conftest import only_in_all
+
 Serve = Callable[..., Any]
 
 
@@ -439,6 +441,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@only_in_all
 def test_a_save_that_is_killed_is_taken_up_again(serve: Serve, folder: Path) -> None:
     address = serve(folder).address
     value = {str(index): torch.full((5_000_000,), float(index)) for index in range(12)}

@@ -22,6 +22,8 @@ from skyward.store.places.mapping import mapped
 from skyward.store.server import download
 from skyward.store.server.download import Download
 
+from ..conftest import only_in_all
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc/self")
 
 
@@ -157,6 +159,7 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
+@only_in_all
 def test_it_outlives_a_fork_and_the_interpreter(store: sky.ModelStore, folder: Path) -> None:
     store.save_model({"x": torch.ones(1 << 18)}, "m")
 

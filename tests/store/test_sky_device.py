@@ -20,6 +20,8 @@ import skyward as sky
 from skyward.store.on_node import loading
 from skyward.store.places.opening import open_files
 
+from ..conftest import other_case
+
 # Tests read values all the time; the advice against it is not for them.
 pytestmark = pytest.mark.filterwarnings("ignore:this loop waits:UserWarning")
 
@@ -74,7 +76,7 @@ def moved(compute: sky.Compute, device: torch.device) -> Callable[[], int]:
     return count
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=other_case)])
 def anywhere(request: pytest.FixtureRequest, folder: Path) -> sky.ModelStore:
     """An empty store that client and node both reach."""
     if request.param == "folder":

@@ -13,6 +13,8 @@ from torch import nn
 
 import skyward as sky
 
+from ..conftest import only_in_all
+
 MODELS = """
 import torch
 import torch.nn as nn
@@ -86,6 +88,7 @@ def test_a_file_of_torch_save_goes_through_the_store(
     assert torch.equal(loaded_model(x), model(x))
 
 
+@only_in_all
 def test_a_model_of_custom_modules_is_loaded_by_another_process(
     models, store, folder: Path, tmp_path: Path
 ) -> None:

@@ -16,11 +16,13 @@ import skyward as sky
 from skyward.objects import memory
 from skyward.wire.frames import DESCRIPTOR_LIMIT
 
+from ..conftest import only_in_all, other_case
+
 MIB = 1 << 20
 CAP = 8 * MIB
 
 
-@pytest.fixture(scope="module", params=["unix", "tcp"])
+@pytest.fixture(scope="module", params=["unix", pytest.param("tcp", marks=other_case)])
 def small_cap(request: pytest.FixtureRequest) -> Iterator[sky.Compute]:
     """Two nodes that keep no more than a few megabytes of blobs."""
     with pytest.MonkeyPatch.context() as patch:
@@ -132,6 +134,7 @@ def test_arguments_larger_than_the_cap_arrive(small_cap: sky.Compute) -> None:
     assert totals(values) @ small_cap == [expected, expected]
 
 
+@only_in_all
 def test_more_pieces_of_shared_memory_than_one_frame_can_carry(pool: sky.Compute) -> None:
     values = [torch.full((70_000,), float(number)) for number in range(DESCRIPTOR_LIMIT + 20)]
     expected = [number * 70_000.0 for number in range(len(values))]

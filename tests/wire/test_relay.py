@@ -22,6 +22,8 @@ from skyward.worker import relay
 from skyward.worker.arrivals import Arrival, Arrivals
 from skyward.worker.relay import Relay
 
+from ..conftest import only_in_all
+
 POOL = "0123456789ab"
 MIB = 1 << 20
 Eventually = Callable[..., None]
@@ -144,6 +146,7 @@ def test_a_lost_connection_is_made_again_where_it_ended(
     assert len(first.served) == 2
 
 
+@only_in_all
 def test_a_peer_that_waits_is_not_taken_for_dead(
     peers: list[Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
