@@ -103,7 +103,7 @@ def call_latency(size: Size) -> Sequence[Row]:
         )
     ours = together["skyward"]
     return [
-        compared(what, alone["skyward"], PROCESS_POOL, alone[PROCESS_POOL], "<= 1.2x"),
+        compared(what, alone["skyward"], PROCESS_POOL, alone[PROCESS_POOL], "<= 0.7x"),
         *(
             compared(f"{what}, beside them", ours, peer.label, together[name], "< 1x")
             for name, peer in peers.items()
@@ -220,6 +220,8 @@ class SimulatedTask:
     pinned: Load[SimulatedTask] | None = None
     waiting: bool = True
     order: int = 0
+    apart: bool = False
+    depth: int = 0
 
 
 def any_node(task: int, nodes: int) -> SimulatedTask:
