@@ -114,12 +114,15 @@ async def created(provider: sky.AWS, nodes: int, gateway: Any) -> tuple[float, i
     """How long it takes to make so many machines, and how many requests."""
     pool = uuid.uuid4().hex[:12]
     began = time.monotonic()
+    allocation = provider.allocate(pool)
+    allocation.expect(range(nodes))
     orders = [Order(pool, node, REQUEST) for node in range(nodes)]
-    machines = await asyncio.gather(*(provider.create(order) for order in orders))
+    machines = await asyncio.gather(*map(allocation.get, orders))
     seconds = time.monotonic() - began
     calls = gateway.counted().total()
     await asyncio.gather(*(each.destroy() for each in machines))
-    await provider.sweep(pool)
+    await allocation.sweep()
+    await allocation.close()
     return seconds, calls
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from skyward.accelerators import Accelerator
 from skyward.market import Offer
-from skyward.providers import Order, Request
+from skyward.providers import Allocation, Order, Request
 from skyward.providers.aws import AWS
 from skyward.providers.aws.machine import AWSMachine
 from skyward.spec import Image
@@ -65,17 +65,13 @@ def attempt(
 
 async def _attempt(provider: AWS, request: Request, nodes: int, then: Then | None) -> Outcome:
     outcome = Outcome(f"t-{uuid.uuid4().hex[:8]}")
-    together = frozenset(range(nodes))
+    allocation = provider.allocate(outcome.pool)
+    allocation.expect(range(nodes))
     orders = [
-        Order(
-            *(outcome.pool, node, request),
-            note=outcome.notes.append,
-            name="mine",
-            together=together,
-        )
-        for node in sorted(together)
+        Order(outcome.pool, node, request, note=outcome.notes.append, name="mine")
+        for node in range(nodes)
     ]
-    made = await asyncio.gather(*map(provider.create, orders), return_exceptions=True)
+    made = await asyncio.gather(*map(allocation.get, orders), return_exceptions=True)
     outcome.machines = [each for each in made if isinstance(each, AWSMachine)]
     outcome.problems = [each for each in made if isinstance(each, BaseException)]
     try:
@@ -83,10 +79,15 @@ async def _attempt(provider: AWS, request: Request, nodes: int, then: Then | Non
             assert not outcome.problems, outcome.problems
             await then(outcome)
     finally:
-        found = await provider.find(outcome.pool)
-        await asyncio.gather(*(machine.destroy() for machine in found))
-        await provider.sweep(outcome.pool)
+        await remove(allocation)
     return outcome
+
+
+async def remove(allocation: Allocation[AWSMachine]) -> None:
+    """Remove everything of a pool."""
+    await asyncio.gather(*(machine.destroy() for machine in await allocation.find()))
+    await allocation.sweep()
+    await allocation.close()
 
 
 def making(aws: Gateway) -> list[Call]:

@@ -38,9 +38,13 @@ class Engine(SharedAllocation[Any]):
         """What the next request raises."""
         self.stuck: PoolError | None = None
         """What `remove` and `shrink` raise."""
+        self.answers = asyncio.Event()
+        """Whether a request is answered."""
+        self.answers.set()
 
     async def ask(self, nodes: Sequence[int]) -> None:
         self.asked.append(list(nodes))
+        await self.answers.wait()
         await asyncio.sleep(0)
         if self.problem is not None:
             problem, self.problem = self.problem, None
@@ -215,6 +219,22 @@ def test_an_order_that_is_cancelled_after_the_request_is_settled() -> None:
         await engine.release(0)
 
     assert play(scenario, Engine(at_once=())).done == ["nobody waits for 0", "removed"]
+
+
+def test_a_request_can_tell_for_which_nodes_nobody_waits_any_more() -> None:
+    async def scenario(engine: Engine) -> None:
+        engine.answers.clear()
+        tasks = together(engine, 0, 1)
+        await turn(lambda: engine.asked)
+        tasks[0].cancel()
+        await turn(lambda: engine.wanted[0].is_given_up)
+        assert not engine.wanted[1].is_given_up
+        engine.answers.set()
+        await asyncio.wait(tasks)
+        assert tasks[0].cancelled()
+        assert tasks[1].result().node == 1
+
+    assert play(scenario).done == ["nobody waits for 0"]
 
 
 def test_nodes_that_are_given_back_together_are_one_change() -> None:

@@ -281,7 +281,7 @@ def test_an_instance_that_takes_no_key_is_known_by_its_console(
         assert len(known) == 2
         assert outcome.machines[0].address in known[1].split()[0].split(",")
         # As `sky down` does in another process.
-        (found,) = await provider().find(outcome.pool)
+        (found,) = await provider().allocate(outcome.pool).find()
         assert await found.run(["true"]) == 0
 
     attempt(provider(), then=then)
@@ -466,9 +466,10 @@ def test_without_the_journal_everything_is_found_by_its_tags(ec2: Gateway) -> No
         kinds = [each.rpartition(" ")[0] for each in remains.resources]
         assert kinds == ["instance", "key pair", "security group"]
         assert f"instance {instance['InstanceId']}" in remains.resources
-        for each in await sky.AWS().find(remains.pool):
+        allocation = sky.AWS().allocate(remains.pool)
+        for each in await allocation.find():
             await each.destroy()
-        await sky.AWS().sweep(remains.pool)
+        await allocation.sweep()
         assert list(await sky.AWS().remains()) == []
 
     asyncio.run(collect())

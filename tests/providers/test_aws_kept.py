@@ -21,7 +21,7 @@ from skyward.providers.aws import instances, machine, site
 from ..conftest import only_in_all
 from . import kept_pools
 from .aws_gateway import Gateway
-from .aws_orders import a_request, left
+from .aws_orders import a_request, left, remove
 
 
 @pytest.fixture
@@ -84,15 +84,14 @@ def test_a_client_that_attached_replaces_an_instance_that_was_taken_away(
 def test_spot_instances_are_not_stopped(aws: Gateway) -> None:
     async def attempt() -> str:
         seller = sky.AWS()
-        await seller.create(Order("p1", 0, a_request(allocation="spot", keep=True)))
+        allocation = seller.allocate("p1")
+        await allocation.get(Order("p1", 0, a_request(allocation="spot", keep=True)))
         try:
             with pytest.raises(sky.PoolError) as caught:
                 await seller.check_stop("p1")
             return str(caught.value)
         finally:
-            for each in await seller.find("p1"):
-                await each.destroy()
-            await seller.sweep("p1")
+            await remove(allocation)
 
     assert "AWS does not stop spot instances of this kind (i-" in asyncio.run(attempt())
 
@@ -100,27 +99,26 @@ def test_spot_instances_are_not_stopped(aws: Gateway) -> None:
 def test_an_instance_that_is_out_of_room_stays_stopped(aws: Gateway) -> None:
     async def attempt() -> str:
         seller = sky.AWS()
+        allocation = seller.allocate("p1")
         order = Order("p1", 0, a_request(keep=True))
-        bought = await seller.create(order)
+        bought = await allocation.get(order)
         try:
             unpriced = aws.fail("DescribeVolumes", "UnauthorizedOperation")
             assert await seller.stop("p1") is None
             aws.remove(unpriced)
             full = aws.fail("StartInstances", "InsufficientInstanceCapacity")
             with pytest.raises(sky.UnavailableError) as caught:
-                await seller.create(order)
+                await allocation.get(order)
             aws.remove(full)
-            (found,) = await seller.find("p1")
+            (found,) = await allocation.find()
             assert (found.id, found.ended) == (bought.id, True)
             with pytest.raises(sky.UnreachableError, match=f"{bought.id} is stopped"):
                 await found.run(["true"])
-            again = await seller.create(order)
+            again = await allocation.get(order)
             assert (again.id, again.offer) == (bought.id, bought.offer)
             return str(caught.value)
         finally:
-            for each in await seller.find("p1"):
-                await each.destroy()
-            await seller.sweep("p1")
+            await remove(allocation)
 
     assert "no room now to start the instance i-" in asyncio.run(attempt())
     assert len(aws.made("RunInstances")) == 1
@@ -132,7 +130,8 @@ def test_no_disk_is_lost_while_a_pool_is_stopped_and_started(aws: Gateway) -> No
 
     async def attempt() -> None:
         seller, order = sky.AWS(), Order("p1", 0, a_request(keep=True))
-        bought = await seller.create(order)
+        allocation = seller.allocate("p1")
+        bought = await allocation.get(order)
 
         def note() -> None:
             told = aws.account.ec2().describe_instance_attribute(
@@ -149,18 +148,16 @@ def test_no_disk_is_lost_while_a_pool_is_stopped_and_started(aws: Gateway) -> No
             note()
             await seller.spare("p1", True)
             await seller.stop("p1")
-            again = await seller.create(order)
+            again = await allocation.get(order)
             note()
             await again.after_start()
             note()
             # It was stopped in the console of AWS.
             await seller.stop("p1")
-            await seller.create(order)
+            await allocation.get(order)
             note()
         finally:
-            for each in await seller.find("p1"):
-                await each.destroy()
-            await seller.sweep("p1")
+            await remove(allocation)
 
     asyncio.run(attempt())
     assert seen == ["terminate", "stop", "terminate", "stop", "terminate", "stop"]
@@ -223,19 +220,18 @@ def test_a_client_with_another_address_is_let_in(
 
     async def attempt() -> None:
         seller = sky.AWS()
-        await seller.create(Order("p1", 0, a_request(keep=True)))
+        allocation = seller.allocate("p1")
+        await allocation.get(Order("p1", 0, a_request(keep=True)))
         try:
             monkeypatch.setattr(site, "client_networks", lambda *_: ["203.0.113.7/32"])
             monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.1)
             monkeypatch.setattr(machine, "PROBE_SECONDS", 0.1)
             monkeypatch.setattr(machine, "_answers", nobody_answers)
-            (found,) = await seller.find("p1")
+            (found,) = await allocation.find()
             with pytest.raises(sky.UnreachableError, match="was not reached"):
                 await found.reach()
         finally:
-            for each in await seller.find("p1"):
-                await each.destroy()
-            await seller.sweep("p1")
+            await remove(allocation)
 
     asyncio.run(attempt())
     admitted = [call.parameters for call in aws.made("AuthorizeSecurityGroupIngress")]

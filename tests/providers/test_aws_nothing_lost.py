@@ -50,7 +50,7 @@ def test_another_account_is_never_taken_for_the_pools_own(aws: Gateway) -> None:
     mine = dict(sky.AWS().describe())
     assert mine["account"]
     other = sky.AWS(**mine | {"account": "999999999999"})
-    for ask in (other.find("p"), other.sweep("p")):
+    for ask in (other.allocate("p").find(), other.allocate("p").sweep()):
         with pytest.raises(
             sky.ConfigurationError, match=r"are of the account .* needs 999999999999"
         ):
@@ -109,7 +109,7 @@ def test_a_placement_group_is_removed_without_the_journal(aws: Gateway) -> None:
     )
     (found,) = asyncio.run(sky.AWS().remains())
     assert found.resources == ("placement group skyward-lostpool",)
-    asyncio.run(sky.AWS().sweep("lostpool"))
+    asyncio.run(sky.AWS().allocate("lostpool").sweep())
     assert aws.leftovers() == []
 
 

@@ -22,12 +22,12 @@ import skyward as sky
 from skyward import accelerators
 from skyward.providers import Order
 from skyward.providers import aws as aws_module
+from skyward.providers.allocation import GATHER_SECONDS
 from skyward.providers.aws import interruption
 from skyward.providers.aws.account import Account
-from skyward.providers.together import GATHER_SECONDS
 
 from .aws_gateway import Gateway
-from .aws_orders import Outcome, a_request, attempt, making
+from .aws_orders import Outcome, a_request, attempt, making, remove
 from .aws_stand_ins import IMAGES, reservation
 
 
@@ -464,7 +464,7 @@ def test_the_policy_in_the_documentation_is_enough(
         machine = outcome.machines[0]
         call = machine._instances.account.call
         assert await reserved.remains()
-        assert len(await sky.AWS().find(outcome.pool)) == 2
+        assert len(await sky.AWS().allocate(outcome.pool).find()) == 2
         call("ec2", "get_console_output", InstanceId=machine.id)
         call("ssm", "start_session", Target=machine.id, DocumentName="AWS-StartSSHSession")
         await sky.AWS().spare(outcome.pool, True)
@@ -557,15 +557,13 @@ def test_nodes_that_are_ordered_together_are_one_launch_however_late_an_order_is
     aws: Gateway,
 ) -> None:
     async def scenario() -> None:
-        provider, together = sky.AWS(), frozenset({0, 1})
-        orders = [Order("t-late", node, a_request(), together=together) for node in (0, 1)]
-        launches = await provider._pool("t-late")
-        first = asyncio.create_task(launches.get(orders[0]))
+        allocation = sky.AWS().allocate("t-late")
+        orders = [Order("t-late", node, a_request()) for node in (0, 1)]
+        allocation.expect([0, 1])
+        first = asyncio.create_task(allocation.get(orders[0]))
         await asyncio.sleep(6 * GATHER_SECONDS)
-        await asyncio.gather(first, launches.get(orders[1]))
-        for machine in await provider.find("t-late"):
-            await machine.destroy()
-        await provider.sweep("t-late")
+        await asyncio.gather(first, allocation.get(orders[1]))
+        await remove(allocation)
 
     asyncio.run(scenario())
     assert [call.count for call in aws.made("RunInstances")] == [2]
@@ -581,18 +579,55 @@ def test_a_cancelled_order_ends_an_instance_that_aws_does_not_list_yet(
     aws: Gateway,
 ) -> None:
     async def scenario() -> None:
-        provider, order = sky.AWS(), Order("t-cancelled", 0, a_request())
+        allocation, order = sky.AWS().allocate("t-cancelled"), Order("t-cancelled", 0, a_request())
         with aws.holding("RunInstances") as hold:
-            task = asyncio.create_task(provider.create(order))
+            task = asyncio.create_task(allocation.get(order))
             assert await asyncio.to_thread(hold.reached.wait, 30)
             task.cancel()
             aws.slow_to_appear(2)
         await asyncio.wait({task})
         assert task.cancelled()
-        assert await provider.find(order.pool) == []
-        await provider.sweep(order.pool)
+        assert await allocation.find() == []
+        await remove(allocation)
 
     asyncio.run(scenario())
+
+
+def test_a_launch_that_nobody_waits_for_is_tried_nowhere_else(aws: Gateway) -> None:
+    async def scenario() -> None:
+        allocation, order = sky.AWS().allocate("t-given-up"), Order("t-given-up", 0, a_request())
+        aws.fail("RunInstances", "InsufficientInstanceCapacity")
+        with aws.holding("RunInstances", done_first=False) as hold:
+            task = asyncio.create_task(allocation.get(order))
+            assert await asyncio.to_thread(hold.reached.wait, 30)
+            task.cancel()
+            while not allocation.wanted[0].is_given_up:
+                await asyncio.sleep(0.001)
+        await asyncio.wait({task})
+        assert task.cancelled()
+        await remove(allocation)
+
+    asyncio.run(scenario())
+    assert len(aws.made("RunInstances")) == 1
+
+
+def test_a_node_that_is_ordered_again_leaves_no_instance_of_the_first_order(
+    aws: Gateway,
+) -> None:
+    async def scenario() -> None:
+        allocation, order = sky.AWS().allocate("t-twice"), Order("t-twice", 0, a_request())
+        with aws.holding("RunInstances") as hold:
+            first = asyncio.create_task(allocation.get(order))
+            assert await asyncio.to_thread(hold.reached.wait, 30)
+            second = asyncio.create_task(allocation.get(order))
+            await asyncio.wait({first})
+        assert first.cancelled()
+        machine = await second
+        assert [each.id for each in await allocation.find()] == [machine.id]
+        await remove(allocation)
+
+    asyncio.run(scenario())
+    assert len(aws.made("RunInstances")) == 2
 
 
 def test_an_instance_that_cannot_be_ended_yet_is_ended_in_the_end(

@@ -74,11 +74,6 @@ class Order:
     """To be called with what the user should know, such as an offer that was passed over."""
     name: str = ""
     """The name that the user gave the pool."""
-    together: frozenset[int] = frozenset()
-    """The nodes that are ordered at the same time, this one among them.
-
-    A provider that makes them in one piece waits a little for the orders of all.
-    """
     bought: Callable[[str, Offer | None], None] = field(
         default=charge_nobody, compare=False, repr=False
     )

@@ -35,6 +35,8 @@ class WantedMachine(Generic[M]):
     )
     asked: bool = False
     """Whether the provider may have been asked for it."""
+    is_given_up: bool = False
+    """Whether nobody waits for it any more, also while the provider is being asked."""
 
     @property
     def waits(self) -> bool:
@@ -58,7 +60,8 @@ class SharedAllocation(Allocation[M]):
     """The machines of one pool, which its provider makes several at a time.
 
     A provider says in a subclass how to `ask` for nodes, how to `shrink` to those that are left,
-    how to `remove` everything, and what exists (`find`).
+    how to `remove` everything, and what exists (`find`). One whose machines have nothing in common
+    says instead how to `release` one node.
     """
 
     timeout: float | None = None
@@ -264,6 +267,7 @@ class SharedAllocation(Allocation[M]):
         if not wanted.asked:
             del self.wanted[node]
             return
+        wanted.is_given_up = True
         async with self._changing:
             pass  # Whether there is a machine is known after the request.
         if self.wanted.get(node) is not wanted:

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyward import checks
-from skyward.errors import ConfigurationError, PoolStartError, SkywardError, UnavailableError
+from skyward.errors import ConfigurationError, SkywardError, UnavailableError
 from skyward.market import Offer
-from skyward.providers import Allocation, Capabilities, Order, Remains, Request
-from skyward.providers.aws.account import CAPACITY, NO_CREDENTIALS, RequestError
+from skyward.providers import Capabilities, Remains, Request
+from skyward.providers.aws.account import NO_CREDENTIALS, RequestError, is_used
 from skyward.providers.aws.settings import Settings
 
 if TYPE_CHECKING:
-    from skyward.providers.aws.account import Account
     from skyward.providers.aws.catalogue import Catalogue
-    from skyward.providers.aws.launches import Launches
-    from skyward.providers.aws.machine import AWSMachine
+    from skyward.providers.aws.instances import Instances
+    from skyward.providers.aws.launches import AWSAllocation
 
 __all__ = ["AWS"]
-
-AMI = "SKYWARD_AWS_AMI"
-PYTHON = "SKYWARD_AWS_PYTHON"
-_STARTS = 3
-"""How many offers to try whose instances end before they run."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ class AWS(Settings):
         """Ask whose credentials these are, which needs no permission."""
 
         def ask() -> str:
-            account = self._account()
+            account = self.account_here()
             try:
                 told = account.call("sts", "get_caller_identity", attempts=2)
             except RequestError as problem:
@@ -104,7 +96,7 @@ class AWS(Settings):
 
     def check(self, request: Request) -> None:
         """Refuse what no instance can have, and an account that cannot be used at all."""
-        self._account()
+        self.account_here()
         if importlib.util.find_spec("asyncssh") is None:
             raise ConfigurationError(
                 "AWS needs the package asyncssh; install it with: pip install 'skyward-torch[aws]'"
@@ -137,7 +129,7 @@ class AWS(Settings):
     def describe(self) -> dict[str, Any]:
         """The arguments, with the region that is meant; keys by their path."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        used = self._account()
+        used = self.account_here()
         more = {"region": used.region, "account": used.id or None, "admit": list(self.admit)}
         return told | more
 
@@ -145,123 +137,32 @@ class AWS(Settings):
     def where(self) -> str:
         """Where `remains` looks, for people."""
         profile = f" with the profile {self.profile}" if self.profile else ""
-        return f"aws in {self._account().region}{profile}"
+        return f"aws in {self.account_here().region}{profile}"
 
     def _catalogue(self) -> Catalogue:
         from skyward.providers.aws.catalogue import Catalogue
 
-        return Catalogue(self._account(), self._told())
-
-    def _told(self) -> AWS:
-        """The same with what the environment says, where the user does not."""
-        return replace(
-            self,
-            ami=self.ami or os.environ.get(AMI) or None,
-            python=self.python or os.environ.get(PYTHON) or None,
-        )
-
-    def _account(self) -> Account:
-        from skyward.providers.aws.account import shared_account
-
-        return shared_account(self.region, self.profile)
-
-    def _own_account(self) -> Account:
-        """The account, once it is known to be the one that was meant."""
-        used = self._account()
-        if self.account is not None and used.id not in ("", self.account):
-            raise ConfigurationError(
-                f"AWS: the credentials here are of the account {used.id}, and this needs "
-                f"{self.account}; set AWS_PROFILE, or log in to that account"
-            )
-        return used
+        return Catalogue(self.account_here(), self.told())
 
     # Machines.
 
-    def allocate(self, pool: str) -> Allocation[AWSMachine]:
-        """The pool's machines, and what they share."""
-        return AWSAllocation(self, pool)
+    def allocate(self, pool: str) -> AWSAllocation:
+        """The pool's instances, bought together."""
+        from skyward.providers.aws.launches import AWSAllocation
 
-    async def create(self, order: Order) -> AWSMachine:
-        """Buy an instance, and wait until it has booted."""
-        from skyward.providers.aws.machine import AWSMachine
-
-        known = await self._pool(order.pool)
-        if order.request.keep and (former := await self._former(known, order)) is not None:
-            return former
-        for start in range(1, _STARTS + 1):
-            bought = await known.get(order)
-            machine: AWSMachine | None = None
-            try:
-                order.bought(bought.id, bought.offer)
-                order.tell("waiting for the machine to start")
-                instance = await known.instances.running(bought.id)
-                machine = AWSMachine(
-                    *(known.instances, known.settings, instance, order.node, bought.offer),
-                    is_new=True,
-                )
-                await machine.make(order)
-                return machine
-            except BaseException as problem:
-                ending = machine.destroy() if machine else known.instances.terminate(bought.id)
-                await asyncio.shield(ending)
-                code = problem.code.partition(".")[2] if isinstance(problem, RequestError) else ""
-                if code not in CAPACITY or start == _STARTS:
-                    raise
-                # It was sold, and then there was none.
-                known.exclude(bought)
-        raise AssertionError
-
-    async def _former(self, known: Launches, order: Order) -> AWSMachine | None:
-        """The machine that a node of a pool that stays has, if it can be used again.
-
-        One that is stopped is started; one that runs and does not answer is ended.
-        """
-        from skyward.providers.aws.instances import STOPPED, state_of
-        from skyward.providers.aws.machine import ANSWER_SECONDS, BOOT_SECONDS, AWSMachine
-
-        instance = await known.instances.former(order.node)
-        if instance is None:
-            return None
-        is_stopped = state_of(instance) in STOPPED
-        if is_stopped:
-            order.tell("starting the machine again")
-            instance = await known.instances.start(instance)
-        offer = await asyncio.to_thread(known.offer_of, instance, order.request)
-        machine = AWSMachine(known.instances, known.settings, instance, order.node, offer)
-        machine.is_former = True
-        order.bought(machine.id, offer)
-        try:
-            await machine.make(order, BOOT_SECONDS if is_stopped else ANSWER_SECONDS)
-        except PoolStartError:
-            if is_stopped:
-                raise
-            await asyncio.shield(machine.destroy())
-            return None
-        return machine
-
-    async def find(self, pool: str) -> list[AWSMachine]:
-        """The instances with the pool's tag that have not ended."""
-        from skyward.providers.aws.instances import ENDED, node_of, state_of
-        from skyward.providers.aws.machine import AWSMachine
-
-        known = await self._pool(pool)
-        return [
-            AWSMachine(known.instances, known.settings, each, node_of(each) or 0)
-            for each in (await known.instances.all()).values()
-            if state_of(each) not in ENDED
-        ]
+        return AWSAllocation(pool, self.told())
 
     async def check_stop(self, pool: str) -> None:
         """Refuse a pool that has spot instances: AWS does not stop them."""
-        await (await self._pool(pool)).instances.check_stop()
+        await (await self._instances(pool)).check_stop()
 
     async def spare(self, pool: str, spared: bool) -> None:
         """Have the pool's instances keep their disks if they shut themselves down, or lose them."""
-        await (await self._pool(pool)).instances.on_shutdown("stop" if spared else "terminate")
+        await (await self._instances(pool)).on_shutdown("stop" if spared else "terminate")
 
     async def stop(self, pool: str) -> float | None:
         """Stop the pool's instances; their disks stay, and cost."""
-        instances = (await self._pool(pool)).instances
+        instances = await self._instances(pool)
         await instances.stop()
         try:
             return await instances.disks_price()
@@ -276,64 +177,24 @@ class AWS(Settings):
         return Keys(pool, self.key).read()
 
     def import_keys(self, pool: str, texts: Mapping[str, str]) -> None:
-        """Write the pool's keys down, where `create` and `find` look for them."""
+        """Write the pool's keys down, where the allocation looks for them."""
         from skyward.providers.aws.site import Keys
 
         Keys(pool, self.key).write(texts)
 
-    async def sweep(self, pool: str) -> None:
-        """Remove the pool's security group, key pair, placement group and keys."""
-        from skyward.providers.aws.catalogue import STRATEGIES
-        from skyward.providers.aws.site import Keys, sweep
-
-        known = _pools.get(asyncio.get_running_loop(), {}).pop((self, pool), None)
-        # The keys are made first. Without credentials, nobody could ask AWS what there is.
-        if known is not None and known.asked and not Keys(pool).folder.exists():
-            return
-
-        grouped = self.placement_group in STRATEGIES
-        account = await asyncio.to_thread(self._own_account)
-        await asyncio.to_thread(sweep, account, pool, grouped=grouped)
-
     async def remains(self) -> Sequence[Remains]:
         """Everything in the region that has the tag of a pool."""
-        from skyward.providers.aws.account import is_used
         from skyward.providers.aws.site import remains
 
         try:
-            return await asyncio.to_thread(lambda: remains(self._account()))
+            return await asyncio.to_thread(lambda: remains(self.account_here()))
         except ConfigurationError as problem:
             # Who has credentials may have instances, and must hear that nobody has looked.
             if is_used(self.profile):
                 raise UnavailableError(str(problem)) from problem
             raise
 
-    async def _pool(self, pool: str) -> Launches:
-        """What this process knows of a pool; made once on each event loop."""
+    async def _instances(self, pool: str) -> Instances:
         from skyward.providers.aws.instances import Instances
-        from skyward.providers.aws.launches import Launches
 
-        here = _pools.setdefault(asyncio.get_running_loop(), {})
-        key = self, pool
-        if key not in here:
-            account = await asyncio.to_thread(self._own_account)
-            if key not in here:
-                here[key] = Launches(Instances(account, pool), self._told())
-        return here[key]
-
-
-class AWSAllocation(Allocation["AWSMachine"]):
-    """The instances of a pool."""
-
-    def __init__(self, provider: AWS, pool: str) -> None:
-        super().__init__(provider, pool)
-        self._provider = provider
-
-    async def sweep(self) -> None:
-        """Remove the pool's security group, key pair, placement group and keys."""
-        await self._provider.sweep(self.pool)
-
-
-_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[AWS, str], Launches]] = (
-    weakref.WeakKeyDictionary()
-)
+        return Instances(await asyncio.to_thread(self.own_account), pool)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from skyward.errors import PoolError, UnavailableError
+from skyward.providers.allocation import GATHER_SECONDS
 from skyward.providers.aws import tags
 from skyward.providers.aws.account import CAPACITY, Account, RequestError
-from skyward.providers.together import GATHER_SECONDS
 
 PAUSES = (1.0, 6.0)
 """The first and the longest pause between two looks at instances that start."""
@@ -39,8 +39,9 @@ class Instances:
         self.account = account
         self.pool = pool
         self._looking: asyncio.Task[dict[str, Instance]] | None = None
-        self._ending: dict[str, asyncio.Future[None]] = {}
+        self._ending: set[str] = set()
         self._ender: asyncio.Task[None] | None = None
+        """The task that ends those, unless it has begun."""
         self._ended: set[str] = set()
         self._bought: dict[str, float] = {}
 
@@ -100,31 +101,16 @@ class Instances:
         """End an instance; returns when AWS has begun to, after which it costs nothing."""
         if instance in self._ended:
             return
-        waiting = self._ending.get(instance)
-        if waiting is None:
-            waiting = self._ending[instance] = asyncio.get_running_loop().create_future()
-        if self._ender is None or self._ender.done():
+        self._ending.add(instance)
+        if self._ender is None:
             self._ender = asyncio.create_task(self._terminate_soon())
-        await asyncio.shield(waiting)
+        await asyncio.shield(self._ender)
 
     async def _terminate_soon(self) -> None:
-        while self._ending:
-            await asyncio.sleep(GATHER_SECONDS)
-            taken, self._ending = self._ending, {}
-            try:
-                await asyncio.to_thread(self._terminate, list(taken))
-            except BaseException as problem:
-                for each in taken.values():
-                    if not each.done():
-                        each.set_exception(problem)
-                        each.exception()
-                if not isinstance(problem, Exception):
-                    raise
-            else:
-                self._ended |= taken.keys()
-                for each in taken.values():
-                    if not each.done():
-                        each.set_result(None)
+        await asyncio.sleep(GATHER_SECONDS)
+        taken, self._ending, self._ender = self._ending, set(), None
+        await asyncio.to_thread(self._terminate, list(taken))
+        self._ended |= taken
 
     def _terminate(self, ids: list[str]) -> None:
         while True:

@@ -1,27 +1,38 @@
-"""Launches: the instances of a pool, bought together, from the first offer that can be had."""
+"""The instances of a pool: bought together, from the first offer that can be had, and booted."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skyward.errors import SkywardError, UnavailableError
+from skyward.errors import PoolStartError, SkywardError, UnavailableError
 from skyward.market import Offer, money
 from skyward.providers import Order, Request
+from skyward.providers.allocation import SharedAllocation, WantedMachine
 from skyward.providers.aws import site, tags
-from skyward.providers.aws.account import CAPACITY, PRICE, QUOTA, RequestError
-from skyward.providers.aws.catalogue import DEARER, Catalogue, is_block
-from skyward.providers.aws.instances import Instance, Instances, is_spot
-from skyward.providers.aws.machine import user_data
+from skyward.providers.aws.account import CAPACITY, PRICE, QUOTA, Account, RequestError
+from skyward.providers.aws.catalogue import DEARER, STRATEGIES, Catalogue, is_block
+from skyward.providers.aws.instances import (
+    ENDED,
+    STOPPED,
+    Instance,
+    Instances,
+    is_spot,
+    node_of,
+    state_of,
+)
+from skyward.providers.aws.machine import ANSWER_SECONDS, BOOT_SECONDS, AWSMachine, user_data
 from skyward.providers.aws.settings import Settings
 from skyward.providers.aws.site import Site, Subnet
-from skyward.providers.together import GATHER_SECONDS, gather
 
+STARTS = 3
+"""How many offers to try whose instances end before they run."""
 USUAL_DISK_GB = 50
 GPU_DISK_GB = 120
 """The drivers and tools of the usual AMI alone take 60 GB."""
@@ -42,65 +53,95 @@ _QUOTAS = (
 """Which types share a quota: its name and code on demand, and for spot."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Bought:
-    """An instance, and the offer that it was bought by."""
+    """An instance that was bought for a node, and boots."""
 
     id: str
     offer: Offer
+    machine: AWSMachine | None = None
+    """What the node gets when it has booted; None as long as the instance does not run."""
+    boot: asyncio.Task[None] | None = None
 
 
-class Launches:
-    """Buys the instances of one pool, on one event loop."""
+class AWSAllocation(SharedAllocation[AWSMachine]):
+    """Buys the instances of one pool, and hands them out when they have booted."""
 
-    def __init__(self, instances: Instances, settings: Settings) -> None:
-        self.instances, self.settings = instances, settings
-        self._account = instances.account
-        self._catalogue = Catalogue(instances.account, settings)
-        self._orders: list[tuple[Order, asyncio.Future[Bought]]] = []
-        self._work: asyncio.Task[None] | None = None
+    def __init__(self, pool: str, settings: Settings) -> None:
+        super().__init__(pool)
+        self._settings = settings
+        self._was_asked = False
+        """Whether anything was ordered here."""
+        self._booting: dict[int, Bought] = {}
+        """What was bought for nodes that have not got it yet."""
         self._site: Site | None = None
-        self._nodes: set[int] = set()
-        """The nodes for which a launch has been tried."""
-        self.asked = False
-        """Whether anything was ordered, in this process."""
-        self._given_up: set[int] = set()
-        """The nodes whose orders were cancelled while they were being fulfilled."""
         self._failed: set[tuple[str, str, str]] = set()
         """The offers whose instances did not start: type, zone and allocation."""
         self._zone = ""
         """The zone of the last instances; nodes that are near each other talk faster."""
 
-    async def get(self, order: Order) -> Bought:
-        """Buy an instance; orders that come together are one request.
+    @functools.cached_property
+    def _account(self) -> Account:
+        """The account; the first time, AWS may be asked whose it is."""
+        return self._settings.own_account()
 
-        If cancelled, ends the instance that may have been bought already.
+    @functools.cached_property
+    def _catalogue(self) -> Catalogue:
+        return Catalogue(self._account, self._settings)
+
+    @functools.cached_property
+    def _instances(self) -> Instances:
+        return Instances(self._account, self.pool)
+
+    async def _opened(self) -> Instances:
+        await asyncio.to_thread(lambda: self._account)
+        return self._instances
+
+    async def get(self, order: Order) -> AWSMachine:
+        """An instance that has booted; those that are ordered together are one purchase."""
+        self._was_asked = True
+        await self._opened()
+        # Of an earlier order, whose end nobody has waited for.
+        await self.release(order.node)
+        if order.request.keep and (former := await self._former(order)) is not None:
+            return former
+        for start in range(1, STARTS + 1):
+            try:
+                machine = await super().get(order)
+                del self._booting[order.node]
+                return machine
+            except RequestError as problem:
+                if start == STARTS or not was_sold_out(problem) or problem.leaves_machine:
+                    raise
+        raise AssertionError
+
+    async def _former(self, order: Order) -> AWSMachine | None:
+        """The machine that a node of a pool that stays has, if it can be used again.
+
+        One that is stopped is started; one that runs and does not answer is ended.
         """
-        bought: asyncio.Future[Bought] = asyncio.get_running_loop().create_future()
-        self.asked = True
-        self._given_up.discard(order.node)
-        self._orders.append((order, bought))
-        if self._work is None or self._work.done():
-            self._work = asyncio.create_task(self._launch_soon())
+        instance = await self._instances.former(order.node)
+        if instance is None:
+            return None
+        self.expect_no_more(order.node)
+        is_stopped = state_of(instance) in STOPPED
+        if is_stopped:
+            order.tell("starting the machine again")
+            instance = await self._instances.start(instance)
+        offer = await asyncio.to_thread(self._offer_of, instance, order.request)
+        machine = AWSMachine(self._instances, self._settings, instance, order.node, offer)
+        machine.is_former = True
+        order.bought(machine.id, offer)
         try:
-            return await asyncio.shield(bought)
-        except asyncio.CancelledError:
-            waiting = [each for each in self._orders if each[1] is not bought]
-            if len(waiting) < len(self._orders):
-                self._orders = waiting
+            await machine.make(order, BOOT_SECONDS if is_stopped else ANSWER_SECONDS)
+        except PoolStartError:
+            if is_stopped:
                 raise
-            self._given_up.add(order.node)
-            await asyncio.wait({bought})
-            if bought.exception() is None:
-                await self.instances.terminate(bought.result().id)
-            raise
+            await asyncio.shield(machine.destroy())
+            return None
+        return machine
 
-    def exclude(self, bought: Bought) -> None:
-        """Do not buy an offer again whose instance did not start."""
-        offer = bought.offer
-        self._failed.add((offer.instance_type, offer.zone or "", offer.allocation))
-
-    def offer_of(self, instance: Instance, request: Request) -> Offer | None:
+    def _offer_of(self, instance: Instance, request: Request) -> Offer | None:
         """The offer by which an instance of the pool would be bought now; None if there is none."""
         allocation = "spot" if is_spot(instance) else "on-demand"
         bought = instance["InstanceType"], allocation
@@ -110,43 +151,90 @@ class Launches:
                     return replace(offer, zone=instance["Placement"]["AvailabilityZone"])
         return None
 
-    def _is_complete(self) -> bool:
-        """Whether all nodes have been ordered that are to come together: one zone has them all."""
-        ordered = self._nodes | {order.node for order, _ in self._orders}
-        return all(order.together <= ordered for order, _ in self._orders)
+    async def find(self) -> list[AWSMachine]:
+        """The instances with the pool's tag that have not ended."""
+        instances = await self._opened()
+        return [
+            AWSMachine(instances, self._settings, each, node_of(each) or 0)
+            for each in (await instances.all()).values()
+            if state_of(each) not in ENDED
+        ]
 
-    async def _launch_soon(self) -> None:
-        while self._orders:
-            await gather(self._is_complete)
-            count = 0
-            while count < len(self._orders):
-                count = len(self._orders)
-                await asyncio.sleep(GATHER_SECONDS)
-            taken, self._orders = self._orders, []
-            if not taken:
-                return
-            orders = [order for order, _ in taken]
-            self._nodes.update(order.node for order in orders)
-            bought: dict[int, Bought] = {}
-            problem: BaseException | None = None
-            try:
-                problem = await asyncio.to_thread(self._launch, orders, bought)
-            except BaseException as failure:
-                problem = failure
-            for order, waiting in taken:
-                if order.node in bought:
-                    waiting.set_result(bought[order.node])
-                else:
-                    waiting.set_exception(problem or UnavailableError("AWS: no instance"))
-                    waiting.exception()
+    async def ask(self, nodes: Sequence[int]) -> None:
+        """Buy instances, and have each handed out when it has booted."""
+        asked = [self.wanted[node] for node in nodes]
+        made: dict[int, Bought] = {}
+        try:
+            await asyncio.to_thread(self._launch, asked, made)
+        except Exception as problem:
+            # What was bought before is not lost.
+            self.refuse(set(nodes) - made.keys(), problem)
+        for wanted in asked:
+            node = wanted.order.node
+            if node not in made:
+                continue
+            if self.wanted.get(node) is wanted:
+                self._booting[node] = made[node]
+                made[node].boot = self._begin(self._boot(wanted.order, made[node]))
+            else:
+                # The node was ordered again meanwhile.
+                await self._instances.terminate(made[node].id)
+
+    async def _boot(self, order: Order, bought: Bought) -> None:
+        try:
+            order.bought(bought.id, bought.offer)
+            order.tell("waiting for the machine to start")
+            instance = await self._instances.running(bought.id)
+            machine = bought.machine = AWSMachine(
+                *(self._instances, self._settings, instance, order.node, bought.offer), is_new=True
+            )
+            await machine.make(order)
+        except Exception as problem:
+            if was_sold_out(problem):
+                offer = bought.offer
+                self._failed.add((offer.instance_type, offer.zone or "", offer.allocation))
+            self.refuse([order.node], problem)
+        else:
+            self.give(order.node, machine)
+
+    async def cancelled(self, node: int) -> None:
+        """End the instance that the node was to get."""
+        await self.release(node)
+
+    async def release(self, node: int, *, lost: bool = False) -> None:
+        """End the instance that a node was to get; one that it has got ends as a machine."""
+        wanted = self.wanted.pop(node, None)
+        if wanted is not None and wanted.waits:
+            wanted.machine.cancel()
+        if (bought := self._booting.pop(node, None)) is not None:
+            await asyncio.shield(self._end(bought))
+
+    async def _end(self, bought: Bought) -> None:
+        if bought.boot is not None:
+            bought.boot.cancel()
+            await asyncio.wait({bought.boot})
+        if bought.machine is not None:
+            await bought.machine.destroy()
+        else:
+            await self._instances.terminate(bought.id)
+
+    async def sweep(self) -> None:
+        """Remove the pool's security group, key pair, placement group and keys."""
+        # The keys are made first. Without credentials, nobody could ask AWS what there is.
+        if self._was_asked and not site.Keys(self.pool).folder.exists():
+            return
+        grouped = self._settings.placement_group in STRATEGIES
+        await asyncio.to_thread(lambda: site.sweep(self._account, self.pool, grouped=grouped))
+        self._site = None
 
     # On another thread, one launch after the other.
 
-    def _launch(self, orders: Sequence[Order], bought: dict[int, Bought]) -> Exception | None:
-        """Buy an instance for each order; returns why some have none.
+    def _launch(self, asked: Sequence[WantedMachine[AWSMachine]], made: dict[int, Bought]) -> None:
+        """Buy an instance for each node that is waited for; raises if some have none.
 
-        What is bought is in `bought` whatever happens.
+        What is bought is in `made` whatever happens.
         """
+        orders = [each.order for each in asked]
         request = orders[0].request
         for order in orders:
             order.tell("choosing a machine")
@@ -157,13 +245,13 @@ class Launches:
         if here is None:
             here = self._site = site.make_site(
                 self._account,
-                self.settings,
+                self._settings,
                 orders[0],
                 lambda: self._catalogue.image(offers[0]),
             )
-        elif self.settings.access == "ssh":
+        elif self._settings.access == "ssh":
             # The client may be in another network by now.
-            site.admit(self._account, here.subnets[0], here.group, self.settings.admit)
+            site.admit(self._account, here.subnets[0], here.group, self._settings.admit)
         for order in orders:
             order.tell("asking AWS for the machine")
         reasons: list[str] = []
@@ -171,16 +259,20 @@ class Launches:
         # First all in one place: nodes that are far apart are slow together.
         for least in (len(orders), 1) if len(orders) > 1 else (1,):
             for offer, subnet in self._places(offers, here):
-                left = [each for each in orders if each.node not in bought.keys() | self._given_up]
+                left = [
+                    each.order
+                    for each in asked
+                    if each.order.node not in made and not each.is_given_up
+                ]
                 if not left:
-                    return None
+                    return
                 spot = offer.allocation == "spot"
                 quota, code = quota_of(offer.instance_type, spot=spot)
                 need = offer.vcpus * min(least, len(left))
                 if need >= refused.get(code, need + 1):
                     continue
                 try:
-                    made = self._buy(offer, subnet, here, left, least)
+                    bought = self._buy(offer, subnet, here, left, least)
                 except RequestError as problem:
                     where = f"{offer.instance_type} in {subnet.zone}"
                     if problem.code in QUOTA:
@@ -189,17 +281,17 @@ class Launches:
                     elif problem.code in CAPACITY | PRICE:
                         reasons.append(_passed_over(problem, where))
                     else:
-                        return problem
+                        raise
                     orders[0].tell(f"passed over {reasons[-1]}")
                     continue
                 self._zone = subnet.zone
-                bought |= made
-                for each in made.values():
-                    self.instances.expect(each.id)
+                made |= bought
+                for each in bought.values():
+                    self._instances.expect(each.id)
                 self._tell(orders, offer, subnet, offers, reasons)
-            if all(order.node in bought for order in orders):
-                return None
-        return self._none_left(request, reasons)
+            if all(order.node in made for order in orders):
+                return
+        raise self._none_left(request, reasons)
 
     def _places(self, offers: Sequence[Offer], here: Site) -> Iterator[tuple[Offer, Subnet]]:
         """Every offer in every zone that has it, in the order in which they are tried."""
@@ -232,7 +324,7 @@ class Launches:
         request = first.request
         named = {
             tags.NODES: tags.listed([order.node for order in orders]),
-            tags.USER: self.settings.user or image.user,
+            tags.USER: self._settings.user or image.user,
         }
         kinds = ["instance", "volume", "network-interface"]
         usual_gb = USUAL_DISK_GB if offer.accelerator is None else GPU_DISK_GB
@@ -252,8 +344,8 @@ class Launches:
             ],
             "NetworkInterfaces": self._interfaces(offer, subnet, here, request),
         }
-        if self.settings.instance_profile:
-            arguments["IamInstanceProfile"] = {"Name": self.settings.instance_profile}
+        if self._settings.instance_profile:
+            arguments["IamInstanceProfile"] = {"Name": self._settings.instance_profile}
         if here.placement_group:
             arguments["Placement"] = {"GroupName": here.placement_group}
         if offer.allocation == "spot":
@@ -295,7 +387,7 @@ class Launches:
         plain = {"SubnetId": subnet.id, "Groups": [here.group], "DeleteOnTermination": True}
         first: dict[str, Any] = {**plain, "DeviceIndex": 0}
         cards = 1
-        if kind.efa_interfaces and self.settings.wants_efa(request):
+        if kind.efa_interfaces and self._settings.wants_efa(request):
             first["InterfaceType"] = "efa"
             # An instance with several interfaces gets no public address.
             cards = 1 if subnet.public else min(kind.efa_interfaces, kind.network_cards)
@@ -336,7 +428,7 @@ class Launches:
             how = "spot" if bought.allocation == "spot" else "on demand"
             orders[0].note(f"bought {bought.instance_type} {how}{price} instead: {why}")
         cards = self._catalogue.type(bought.instance_type).efa_interfaces
-        if cards > 1 and subnet.public and self.settings.wants_efa(orders[0].request):
+        if cards > 1 and subnet.public and self._settings.wants_efa(orders[0].request):
             orders[0].note(
                 f"{bought.instance_type} has {cards} EFA interfaces, and one is used: AWS gives an "
                 "instance with several no public address; name a subnet with a NAT gateway with "
@@ -356,6 +448,11 @@ class Launches:
                 "max_hourly_cost only"
             )
         return UnavailableError(f"AWS has no such machine now: {why}; {advice}")
+
+
+def was_sold_out(problem: Exception) -> bool:
+    """Whether an instance ended because there was no room for it, although it was sold."""
+    return isinstance(problem, RequestError) and problem.code.partition(".")[2] in CAPACITY
 
 
 def quota_of(instance_type: str, *, spot: bool) -> tuple[str, str]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal, Self
 
 from skyward import checks
+from skyward.errors import ConfigurationError
 from skyward.providers import Request
+from skyward.providers.aws.account import Account, shared_account
 
+AMI = "SKYWARD_AWS_AMI"
+PYTHON = "SKYWARD_AWS_PYTHON"
 _REGION = re.compile(r"[a-z]{2,4}(?:-[a-z]+)+-\d+")
 _IDS = {"subnet": "subnet-", "ami": "ami-", "reservation": "cr-"}
 
@@ -81,6 +86,28 @@ class Settings:
                     self, {"admit": [network]}, f"{problem}; write one such as '203.0.113.0/24'"
                 ) from None
         checks.store(self, admit=admit)
+
+    def told(self) -> Self:
+        """The same with what the environment says, where the user does not."""
+        return replace(
+            self,
+            ami=self.ami or os.environ.get(AMI) or None,
+            python=self.python or os.environ.get(PYTHON) or None,
+        )
+
+    def account_here(self) -> Account:
+        """The account of the credentials that there are."""
+        return shared_account(self.region, self.profile)
+
+    def own_account(self) -> Account:
+        """The account, once it is known to be the one that was meant."""
+        used = self.account_here()
+        if self.account is not None and used.id not in ("", self.account):
+            raise ConfigurationError(
+                f"AWS: the credentials here are of the account {used.id}, and this needs "
+                f"{self.account}; set AWS_PROFILE, or log in to that account"
+            )
+        return used
 
     def wants_efa(self, request: Request) -> bool:
         """Whether to use EFA: as the user says, or for several nodes with our own AMI's driver."""
