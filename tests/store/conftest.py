@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,3 +164,24 @@ def serving() -> Iterator[Callable[..., Server]]:
             server.process.send_signal(signal.SIGTERM)
         for server in running:
             assert server.process.wait(20) in (0, -signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the server that tests share serves."""
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="session")
+def server(served_folder: Path) -> Iterator[Server]:
+    """One for all tests: to start one takes a second of a processor."""
+    with serving() as start:
+        yield start(served_folder)
+
+
+@pytest.fixture
+def served(server: Server, served_folder: Path) -> str:
+    """The address of a server whose folder is empty."""
+    for left in served_folder.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return server.address

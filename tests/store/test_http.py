@@ -36,7 +36,9 @@ def refused(url: str, token: str | None = None) -> str:
     return str(caught.value)
 
 
-def test_what_is_saved_through_the_server_is_loaded(serve: Serve, folder: Path, same: Any) -> None:
+def test_what_is_saved_through_the_server_is_loaded(
+    served: str, served_folder: Path, same: Any
+) -> None:
     tied = torch.randn(40, 30)
     value = {
         "tied": [tied, tied, tied.t()],
@@ -45,21 +47,21 @@ def test_what_is_saved_through_the_server_is_loaded(serve: Serve, folder: Path, 
         "complex": torch.randn(7, dtype=torch.complex64),
         "n": 3,
     }
-    store = sky.ModelStore(serve(folder).address)
+    store = sky.ModelStore(served)
 
     store.save_model(value, "team/m", metadata={"accuracy": 0.9})
     loaded = store.load_model("team/m")
 
     assert same(loaded, value)
     assert loaded["tied"][0].data_ptr() == loaded["tied"][2].data_ptr()
-    assert same(sky.ModelStore(folder).load_model("team/m"), value)
-    assert list((folder / "tmp").iterdir()) == []
-    assert list((folder / "saves").glob("*")) == []
+    assert same(sky.ModelStore(served_folder).load_model("team/m"), value)
+    assert list((served_folder / "tmp").iterdir()) == []
+    assert list((served_folder / "saves").glob("*")) == []
 
 
-def test_a_module_is_filled_from_the_server(serve: Serve, folder: Path) -> None:
+def test_a_module_is_filled_from_the_server(served: str) -> None:
     model, other = torch.nn.Linear(30, 20), torch.nn.Linear(30, 20)
-    store = sky.ModelStore(serve(folder).address)
+    store = sky.ModelStore(served)
     store.save_model(model, "m")
 
     store.load_model("m", into=other)
@@ -92,8 +94,8 @@ def test_a_worker_loads_from_the_server(serve: Serve, folder: Path) -> None:
         assert (total(store) >> compute) == 10
 
 
-def test_a_forked_process_uses_no_connection_of_its_parent(serve: Serve, folder: Path) -> None:
-    store = sky.ModelStore(serve(folder).address)
+def test_a_forked_process_uses_no_connection_of_its_parent(served: str) -> None:
+    store = sky.ModelStore(served)
     store.save_model({"x": 1}, "m")
 
     child = os.fork()
@@ -358,10 +360,8 @@ def test_a_restarted_server_goes_unnoticed(serve: Serve, folder: Path) -> None:
     assert store.load_model("m") == {"x": 1}
 
 
-def test_a_stale_clock_makes_nothing_look_old(
-    serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = HttpFiles(serve(folder).address, None)
+def test_a_stale_clock_makes_nothing_look_old(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = HttpFiles(served, None)
     files.write("objects/x", [b"1"])
     real = time.time
     for ahead in (1e6, -1e6):
@@ -384,14 +384,13 @@ def forked(action: Callable[[], object]) -> int:
         os._exit(1)
 
 
-def test_two_processes_that_publish_the_same_name(serve: Serve, folder: Path) -> None:
-    address = serve(folder).address
+def test_two_processes_that_publish_the_same_name(served: str) -> None:
     gate, opened = os.pipe()
 
     def publish(who: str) -> None:
         os.close(opened)
         os.read(gate, 1)  # ends for both at once
-        store = sky.ModelStore(address)
+        store = sky.ModelStore(served)
         for step in range(5):
             saved = store.save_model({"who": who, "x": torch.full((50,), step)}, "m")
             assert store.load_model("m", version=saved.version)["who"] == who
@@ -401,7 +400,7 @@ def test_two_processes_that_publish_the_same_name(serve: Serve, folder: Path) ->
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     os.close(gate)
 
-    store = sky.ModelStore(address)
+    store = sky.ModelStore(served)
     versions = [each.version for each in store.versions("m")]
     owners = [store.load_model("m", version=number)["who"] for number in versions]
     assert versions == list(range(1, 11))
@@ -442,23 +441,22 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @only_in_all
-def test_a_save_that_is_killed_is_taken_up_again(serve: Serve, folder: Path) -> None:
-    address = serve(folder).address
+def test_a_save_that_is_killed_is_taken_up_again(served: str, served_folder: Path) -> None:
     value = {str(index): torch.full((5_000_000,), float(index)) for index in range(12)}
-    saving = forked(lambda: sky.ModelStore(address).save_model(value, "m"))
-    until(lambda: len(list(folder.glob("objects/*/*"))) >= 2)
+    saving = forked(lambda: sky.ModelStore(served).save_model(value, "m"))
+    until(lambda: len(list(served_folder.glob("objects/*/*"))) >= 2)
     os.kill(saving, signal.SIGKILL)
     os.waitpid(saving, 0)
-    until(lambda: not list((folder / "tmp").iterdir()))
-    before = {file.name for file in folder.glob("objects/*/*")}
-    assert sky.ModelStore(address).list() == ()
+    until(lambda: not list((served_folder / "tmp").iterdir()))
+    before = {file.name for file in served_folder.glob("objects/*/*")}
+    assert sky.ModelStore(served).list() == ()
 
-    sky.ModelStore(address).save_model(value, "m")
+    sky.ModelStore(served).save_model(value, "m")
 
-    after = {file.name for file in folder.glob("objects/*/*")}
+    after = {file.name for file in served_folder.glob("objects/*/*")}
     assert before <= after
     assert len(after) == 12
-    loaded = sky.ModelStore(address).load_model("m")
+    loaded = sky.ModelStore(served).load_model("m")
     assert all(torch.equal(loaded[name], value[name]) for name in value)
 
 
@@ -474,10 +472,10 @@ def test_a_full_disk_on_the_server(serve: Serve, small_disk: Path) -> None:
     store.save_model({"x": torch.randn(100_000)}, "m")
 
 
-def test_a_flipped_bit_on_the_server_is_noticed(serve: Serve, folder: Path) -> None:
-    store = sky.ModelStore(serve(folder).address)
+def test_a_flipped_bit_on_the_server_is_noticed(served: str, served_folder: Path) -> None:
+    store = sky.ModelStore(served)
     store.save_model({"x": torch.randn(5_000_000)}, "m")
-    (file,) = folder.glob("objects/*/*")
+    (file,) = served_folder.glob("objects/*/*")
     with file.open("r+b") as opened:
         opened.seek(3_000_000)
         was = opened.read(1)

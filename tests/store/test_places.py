@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +20,7 @@ from skyward.store.format import objects
 from skyward.store.places.files import Files
 from skyward.store.places.opening import open_files
 
-from .conftest import Server, serving
-
 PLACES = ["folder", "file URL", "server", "memory", "renaming", "s3"]
-
-
-@pytest.fixture(scope="module")
-def served_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the server of these tests serves."""
-    return tmp_path_factory.mktemp("served")
-
-
-@pytest.fixture(scope="module")
-def server(served_folder: Path) -> Iterator[Server]:
-    """One for all tests: to start one takes a second of a processor."""
-    with serving() as start:
-        yield start(served_folder)
-
-
-@pytest.fixture
-def served(server: Server, served_folder: Path) -> str:
-    """The address of a server whose folder is empty."""
-    for left in served_folder.iterdir():
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
-    return server.address
 
 
 @pytest.fixture(params=PLACES)

@@ -62,12 +62,11 @@ def put_object(folder: Path, data: bytes) -> None:
     (folder / "objects" / "x").write_bytes(data)
 
 
-def test_ranges(serve: Serve, folder: Path) -> None:
-    put_object(folder, b"0123456789")
-    address = serve(folder).address
+def test_ranges(served: str, served_folder: Path) -> None:
+    put_object(served_folder, b"0123456789")
 
     def got(asked: str) -> tuple[int, bytes, str | None]:
-        answer: Any = ask(address, "GET", "/objects/x", Range=asked)
+        answer: Any = ask(served, "GET", "/objects/x", Range=asked)
         return answer.status, answer.data, answer.getheader("Content-Range")
 
     assert got("bytes=2-4") == (206, b"234", "bytes 2-4/10")
@@ -77,49 +76,47 @@ def test_ranges(serve: Serve, folder: Path) -> None:
     assert got("bytes=10-")[0] == 416
     assert got("bytes=10-")[2] == "bytes */10"
     assert got("bytes=4-2")[0] == 416
-    whole = ask(address, "GET", "/objects/x")
+    whole = ask(served, "GET", "/objects/x")
     assert (whole.status, whole.getheader("Content-Length")) == (200, "10")
     tag = str(whole.getheader("ETag"))
-    assert ask(address, "GET", "/objects/x", If_None_Match=tag).status == 304
-    assert ask(address, "GET", "/objects/x", If_Match='"other"').status == 412
-    head: Any = ask(address, "HEAD", "/objects/x")
+    assert ask(served, "GET", "/objects/x", If_None_Match=tag).status == 304
+    assert ask(served, "GET", "/objects/x", If_Match='"other"').status == 412
+    head: Any = ask(served, "HEAD", "/objects/x")
     assert (head.status, head.getheader("Content-Length"), head.data) == (200, "10", b"")
 
 
-def test_uploads_appear_whole_or_not_at_all(serve: Serve, folder: Path) -> None:
-    address = serve(folder).address
+def test_uploads_appear_whole_or_not_at_all(served: str, served_folder: Path) -> None:
 
-    assert ask(address, "PUT", "/objects/ab/x", b"first").status == 201
-    assert ask(address, "PUT", "/objects/ab/x", b"second").status == 201
-    assert ask(address, "PUT", "/objects/ab/x", b"third", If_None_Match="*").status == 412
+    assert ask(served, "PUT", "/objects/ab/x", b"first").status == 201
+    assert ask(served, "PUT", "/objects/ab/x", b"second").status == 201
+    assert ask(served, "PUT", "/objects/ab/x", b"third", If_None_Match="*").status == 412
     short = b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\nfive!"
-    assert b" 201 " not in raw(address, short)
+    assert b" 201 " not in raw(served, short)
     chunked = b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
-    assert b" 411 " in raw(address, b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\n" + chunked)
-    assert ask(address, "PUT", "/objects/y", b"x", Content_Encoding="gzip").status == 415
-    assert ask(address, "PUT", "/objects/y", b"x", If_None_Match='"tag"').status == 400
-    assert ask(address, "PUT", "/objects/ab", b"x").status == 409
-    assert ask(address, "PUT", "/objects/ab/x/y", b"x").status == 409
+    assert b" 411 " in raw(served, b"PUT /objects/y HTTP/1.1\r\nHost: localhost\r\n" + chunked)
+    assert ask(served, "PUT", "/objects/y", b"x", Content_Encoding="gzip").status == 415
+    assert ask(served, "PUT", "/objects/y", b"x", If_None_Match='"tag"').status == 400
+    assert ask(served, "PUT", "/objects/ab", b"x").status == 409
+    assert ask(served, "PUT", "/objects/ab/x/y", b"x").status == 409
 
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    assert files == [folder / "objects" / "ab" / "x"]
+    files = [file for file in served_folder.rglob("*") if file.is_file()]
+    assert files == [served_folder / "objects" / "ab" / "x"]
     assert files[0].read_bytes() == b"second"
-    assert ask(address, "DELETE", "/objects/ab/x").status == 204
-    assert ask(address, "DELETE", "/objects/ab/x").status == 404
+    assert ask(served, "DELETE", "/objects/ab/x").status == 204
+    assert ask(served, "DELETE", "/objects/ab/x").status == 404
 
 
-def test_a_listing(serve: Serve, folder: Path) -> None:
-    put_object(folder, b"123")
-    (folder / "objects" / ".hidden").write_bytes(b"")
-    address = serve(folder).address
+def test_a_listing(served: str, served_folder: Path) -> None:
+    put_object(served_folder, b"123")
+    (served_folder / "objects" / ".hidden").write_bytes(b"")
 
-    answer: Any = ask(address, "GET", "/objects/")
+    answer: Any = ask(served, "GET", "/objects/")
     found = json.loads(answer.data)
 
-    about = (folder / "objects" / "x").stat()
+    about = (served_folder / "objects" / "x").stat()
     assert found["files"] == [{"path": "objects/x", "size": 3, "modified": about.st_mtime}]
     assert abs(found["now"] - about.st_mtime) < 60
-    nothing: Any = ask(address, "GET", "/models/none/")
+    nothing: Any = ask(served, "GET", "/models/none/")
     assert json.loads(nothing.data)["files"] == []
 
 
@@ -153,25 +150,24 @@ OUTSIDE = [
 ]
 
 
-def test_no_path_leads_outside(serve: Serve, folder: Path) -> None:
-    put_object(folder, b"inside")
-    (folder.parent / "secret").write_bytes(b"the secret")
-    (folder / "secret").write_bytes(b"the secret")
-    (folder / "objects" / "link").symlink_to(folder.parent / "secret")
-    (folder / "objects" / "up").symlink_to(folder.parent)
-    address = serve(folder).address
+def test_no_path_leads_outside(served: str, served_folder: Path) -> None:
+    put_object(served_folder, b"inside")
+    (served_folder.parent / "secret").write_bytes(b"the secret")
+    (served_folder / "secret").write_bytes(b"the secret")
+    (served_folder / "objects" / "link").symlink_to(served_folder.parent / "secret")
+    (served_folder / "objects" / "up").symlink_to(served_folder.parent)
 
     for path in [*OUTSIDE, "/objects/link", "/objects/up/secret", "/objects/up/"]:
         for method in ("GET", "PUT", "DELETE", "HEAD"):
             head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n"
-            said = raw(address, f"{head}Content-Length: 1\r\n\r\n!".encode("latin-1"))
+            said = raw(served, f"{head}Content-Length: 1\r\n\r\n!".encode("latin-1"))
             status = said.split(b" ")[1:2]
             assert status in ([b"400"], [b"403"], [b"404"], [b"405"]), (path, said)
             assert b"the secret" not in said
             assert b"root:" not in said
-    assert (folder.parent / "secret").read_bytes() == b"the secret"
-    assert (folder / "secret").read_bytes() == b"the secret"
-    assert (folder / "objects" / "x").read_bytes() == b"inside"
+    assert (served_folder.parent / "secret").read_bytes() == b"the secret"
+    assert (served_folder / "secret").read_bytes() == b"the secret"
+    assert (served_folder / "objects" / "x").read_bytes() == b"inside"
 
 
 HOSTILE = [
@@ -236,9 +232,8 @@ def test_a_failure_of_the_server_itself_is_logged_and_answered_in_one_line(
     assert "a bug" in caplog.text
 
 
-def test_every_answer_is_marked_and_every_error_one_line(serve: Serve, folder: Path) -> None:
-    put_object(folder, b"inside")
-    address = serve(folder).address
+def test_every_answer_is_marked_and_every_error_one_line(served: str, served_folder: Path) -> None:
+    put_object(served_folder, b"inside")
 
     for method, path, status in [
         ("GET", "/", 200),
@@ -251,11 +246,11 @@ def test_every_answer_is_marked_and_every_error_one_line(serve: Serve, folder: P
         ("POST", "/objects/x", 405),
         ("OPTIONS", "/objects/x", 405),
     ]:
-        answer: Any = ask(address, method, path, b"x" if method == "PUT" else None)
+        answer: Any = ask(served, method, path, b"x" if method == "PUT" else None)
         assert answer.status == status, (method, path)
         assert answer.getheader("Skyward-Store") == "1"
         assert status < 300 or len(answer.data.splitlines()) == 1, (method, path, answer.data)
-    strange: Any = ask(address, "GET", "/", Expect="a wonder")
+    strange: Any = ask(served, "GET", "/", Expect="a wonder")
     assert (strange.status, strange.getheader("Skyward-Store")) == (417, "1")
 
 
@@ -330,14 +325,11 @@ def test_without_the_token_nothing_is_told(serve: Serve, folder: Path) -> None:
     assert ask(address, "GET", "/objects/x", Authorization="Bearer s3cret").status == 200
 
 
-def test_a_website_cannot_reach_an_open_store_by_a_name_of_its_own(
-    serve: Serve, folder: Path
-) -> None:
-    address = serve(folder).address
+def test_a_website_cannot_reach_an_open_store_by_a_name_of_its_own(served: str) -> None:
 
-    assert ask(address, "GET", "/", Host="evil.example:8470").status == 421
+    assert ask(served, "GET", "/", Host="evil.example:8470").status == 421
     for host in ("localhost:1", "127.0.0.1", "[::1]:8470"):
-        assert ask(address, "GET", "/", Host=host).status == 200
+        assert ask(served, "GET", "/", Host=host).status == 200
 
 
 @pytest.fixture
@@ -358,21 +350,20 @@ def tied() -> dict[str, torch.Tensor]:
 
 
 def test_a_download_is_an_ordinary_safetensors_file(
-    serve: Serve, folder: Path, tmp_path: Path, tied: dict[str, torch.Tensor]
+    served: str, served_folder: Path, tmp_path: Path, tied: dict[str, torch.Tensor]
 ) -> None:
     files = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
-    store = sky.ModelStore(folder)
+    store = sky.ModelStore(served_folder)
     store.save_model(tied, "team/m.v")
     store.save_model({"x": torch.zeros(2)}, "team/m.v")
-    address = serve(folder).address
     path = "/download/team/m.v.safetensors"
 
-    answer: Any = ask(address, "GET", f"{path}?version=1")
+    answer: Any = ask(served, "GET", f"{path}?version=1")
     (tmp_path / "whole").write_bytes(answer.data)
     loaded = files.load_file(tmp_path / "whole")
-    newest: Any = ask(address, "GET", path)
-    cut: Any = ask(address, "GET", f"{path}?version=1", Range="bytes=1000-40000")
-    head = ask(address, "HEAD", f"{path}?version=1")
+    newest: Any = ask(served, "GET", path)
+    cut: Any = ask(served, "GET", f"{path}?version=1", Range="bytes=1000-40000")
+    head = ask(served, "HEAD", f"{path}?version=1")
 
     assert set(loaded) == set(tied)
     for name, tensor in tied.items():
@@ -382,23 +373,22 @@ def test_a_download_is_an_ordinary_safetensors_file(
     assert (cut.status, cut.data) == (206, answer.data[1000:40001])
     assert cut.getheader("Content-Range") == f"bytes 1000-40000/{len(answer.data)}"
     assert head.getheader("Content-Length") == str(len(answer.data))
-    assert ask(address, "GET", path, Range="bytes=999999999-").status == 416
+    assert ask(served, "GET", path, Range="bytes=999999999-").status == 416
 
 
-def test_nested_values_get_dotted_names(serve: Serve, folder: Path) -> None:
+def test_nested_values_get_dotted_names(served: str, served_folder: Path) -> None:
     files = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    store = sky.ModelStore(folder)
+    store = sky.ModelStore(served_folder)
     store.save_model({"model": model.state_dict(), "adam": optimizer.state_dict(), "n": 1}, "c")
     store.save_model(torch.ones(3), "bare")
-    address = serve(folder).address
 
-    answer: Any = ask(address, "GET", "/download/c.safetensors")
+    answer: Any = ask(served, "GET", "/download/c.safetensors")
     loaded = files.load(answer.data)
-    bare: Any = ask(address, "GET", "/download/bare.safetensors")
+    bare: Any = ask(served, "GET", "/download/bare.safetensors")
 
     assert torch.equal(loaded["model.weight"], model.weight)
     assert "adam.state.0.exp_avg" in loaded
@@ -439,29 +429,28 @@ def test_the_server_needs_no_torch_to_name_tensors(folder: Path) -> None:
     ],
 )
 def test_what_no_safetensors_file_can_hold_is_explained(
-    serve: Serve, folder: Path, value: Any, told: str
+    served: str, served_folder: Path, value: Any, told: str
 ) -> None:
-    sky.ModelStore(folder).save_model(value, "m")
+    sky.ModelStore(served_folder).save_model(value, "m")
 
-    answer: Any = ask(serve(folder).address, "GET", "/download/m.safetensors")
+    answer: Any = ask(served, "GET", "/download/m.safetensors")
 
     assert answer.status == 422
     assert told in answer.data.decode()
     assert "load_model instead" in answer.data.decode()
 
 
-def test_models_that_are_not_there_are_told(serve: Serve, folder: Path) -> None:
-    sky.ModelStore(folder).save_model({"x": 1}, "m")
-    address = serve(folder).address
+def test_models_that_are_not_there_are_told(served: str, served_folder: Path) -> None:
+    sky.ModelStore(served_folder).save_model({"x": 1}, "m")
 
-    missing: Any = ask(address, "GET", "/download/none.safetensors")
-    version: Any = ask(address, "GET", "/download/m.safetensors?version=7")
+    missing: Any = ask(served, "GET", "/download/none.safetensors")
+    version: Any = ask(served, "GET", "/download/m.safetensors?version=7")
 
     assert (missing.status, version.status) == (404, 404)
     assert missing.data == b"the store has no model 'none'; it has: m\n"
     assert version.data == b"the store has no version 7 of 'm'; it has: 1\n"
-    assert ask(address, "GET", "/download/m.safetensors?version=x").status == 400
-    bare: Any = ask(address, "GET", "/download/m")
+    assert ask(served, "GET", "/download/m.safetensors?version=x").status == 400
+    bare: Any = ask(served, "GET", "/download/m")
     assert (bare.status, b"/download/<name>.safetensors" in bare.data) == (400, True)
 
 
