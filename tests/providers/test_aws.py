@@ -25,7 +25,7 @@ from skyward.providers import Request
 from skyward.providers.aws import launches, machine, site
 from skyward.testing import ProviderSuite, plain_request
 
-from ..conftest import only_in_all, wait_until
+from ..conftest import only_in_all, other_case, wait_until
 from . import ec2 as testbed_ec2
 from .aws_gateway import Gateway, podman_variables
 from .aws_orders import Outcome, a_request, attempt, left
@@ -208,6 +208,7 @@ class TestTwoInstances:
         modes = {each.name: each.stat().st_mode & 0o777 for each in known.parent.iterdir()}
         assert modes == dict.fromkeys(("key", "host_key", "known_hosts"), 0o600)
 
+    @other_case
     def test_one_that_was_taken_away_is_replaced(
         self, compute: sky.Compute, aws_gateway: Gateway, eventually: Callable[..., None]
     ) -> None:
@@ -222,6 +223,7 @@ class TestTwoInstances:
         assert same == kept
 
 
+@other_case
 def test_an_instance_that_is_reached_at_its_public_address_alone(
     ec2: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +423,10 @@ def kill_when_ready(ec2: Gateway) -> None:
             marks=only_in_all,
         ),
         pytest.param(
-            lambda ec2: kill_while_held(ec2, "RunInstances", done_first=True), 1, id="bought"
+            lambda ec2: kill_while_held(ec2, "RunInstances", done_first=True),
+            1,
+            id="bought",
+            marks=only_in_all,
         ),
         pytest.param(
             lambda ec2: kill_while_held(ec2, "RunInstances", done_first=False),

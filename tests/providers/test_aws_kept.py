@@ -18,7 +18,7 @@ from skyward.nodes import keeping
 from skyward.providers import Order
 from skyward.providers.aws import instances, machine, site
 
-from ..conftest import only_in_all
+from ..conftest import only_in_all, other_case
 from . import kept_pools
 from .aws_gateway import Gateway
 from .aws_orders import a_request, left, remove
@@ -81,6 +81,7 @@ def test_a_client_that_attached_replaces_an_instance_that_was_taken_away(
     kept_pools.end("cloud")
 
 
+@other_case
 def test_spot_instances_are_not_stopped(aws: Gateway) -> None:
     async def attempt() -> str:
         seller = sky.AWS()

@@ -13,6 +13,7 @@ from skyward import accelerators
 from skyward.nodes.journal import Journal
 from skyward.providers.aws.account import Account, RequestError
 
+from ..conftest import other_case
 from .aws_gateway import Gateway
 from .aws_orders import Outcome, a_request, attempt, making
 from .aws_stand_ins import IMAGES, reservation
@@ -86,6 +87,7 @@ def test_credentials_that_have_expired_end_a_launch_with_advice(aws: Gateway) ->
     assert len(aws.calls) == 2
 
 
+@other_case
 def test_new_credentials_are_read_when_the_old_ones_have_expired(
     aws: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from skyward.providers.allocation import GATHER_SECONDS
 from skyward.providers.aws import interruption
 from skyward.providers.aws.account import Account
 
+from ..conftest import only_in_all
 from .aws_gateway import Gateway
 from .aws_orders import Outcome, a_request, attempt, making, remove
 from .aws_stand_ins import IMAGES, reservation
@@ -397,6 +398,7 @@ def test_sixteen_nodes_take_at_most_twenty_calls(aws: Gateway) -> None:
     assert aws.counted().total() <= 20, "with all that ends them"
 
 
+@only_in_all
 def test_a_launch_with_an_empty_catalogue_takes_few_calls_more(
     aws: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -649,6 +651,7 @@ def test_sweeping_waits_while_the_group_is_in_use(
     assert busy.hits == 3
 
 
+@only_in_all
 def test_a_second_region_has_machines_of_its_own(aws: Gateway) -> None:
     outcome = attempt(sky.AWS().in_region("eu-north-1"))
     assert (outcome.offer.region, outcome.offer.zone) == ("eu-north-1", "eu-north-1a")

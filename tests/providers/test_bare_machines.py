@@ -122,6 +122,7 @@ def test_a_machine_without_glibc_gets_a_uv_that_runs_there(image: str, tmp_path:
     assert "musl" in message
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_container_ends_by_itself_some_time_after_its_agent(image: str) -> None:
     """Slow: it looks every five seconds. The first line of a command is all that it looks at."""

@@ -34,7 +34,7 @@ from skyward.wire.versions import my_versions
 from skyward.worker.config import AgentConfig
 from skyward.worker.detached import start_mark
 
-from ..conftest import only_in_all
+from ..conftest import only_in_all, other_case
 
 ME = "{}.{}".format(*sys.version_info)
 BASE = Path(sys.base_prefix, "bin")
@@ -330,6 +330,7 @@ def test_an_interrupted_build_is_begun_again(lab: Lab) -> None:
     assert not list((lab.cache / "envs").glob("*.lock"))
 
 
+@only_in_all
 @pytest.mark.slow
 def test_a_machine_with_hardly_more_than_sh_gets_uv_carried_there(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -613,6 +614,7 @@ def test_a_start_after_a_failure_goes_on_from_what_is_there(lab: Lab, tmp_path: 
     assert "sending skyward" not in lab.phases
 
 
+@other_case
 def test_packages_that_do_not_work_together_are_told_from_those_that_are_not_there(
     lab: Lab, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def nothing_left() -> Iterator[None]:
     assert podman_says("network", "ls", "--format", "{{.Name}}") == "podman"
 
 
+@only_in_all
 def test_a_pool_stays_in_containers_is_stopped_and_starts_again_with_its_files() -> None:
     workers = kept_pools.start(podman.provider(), "boxes", nodes=2)
     kept_pools.use_elsewhere("boxes", workers)

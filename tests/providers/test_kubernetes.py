@@ -108,6 +108,7 @@ def doubled(data: bytes) -> bytes:
     return data * 2
 
 
+@only_in_all
 def test_device_training_over_port_forward(namespace: kube.Namespace, tmp_path: Path) -> None:
     """Also when every connection to the API server is cut meanwhile."""
 

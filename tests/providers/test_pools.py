@@ -17,7 +17,7 @@ import pytest
 import skyward as sky
 from skyward.nodes.journal import Journal
 
-from ..conftest import other_case
+from ..conftest import only_in_all, other_case
 from .leftovers import (
     Script,
     on_this_host,
@@ -142,6 +142,7 @@ def test_where_only_ssh_gets_through_everything_goes_that_way(sshd: Sshd) -> Non
         assert ends() - others <= {(host, sshd.port) for host in sshd.hosts}
 
 
+@only_in_all
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "direct",
@@ -343,6 +344,7 @@ def test_a_broadcast_that_loses_a_host_names_it_and_what_to_do(
     assert state.pools() == []
 
 
+@only_in_all
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=other_case), 2])
 def test_what_needs_a_host_that_does_not_come_back_says_why(
     sshd: Sshd,

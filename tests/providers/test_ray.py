@@ -120,6 +120,7 @@ def test_ddp_and_a_device_train_on_two_nodes(emptied: RayCluster, state: Journal
     assert list((state.path.parent / "ray").glob("*")) == []
 
 
+@only_in_all
 def test_from_inside_the_cluster_no_job_is_needed(emptied: RayCluster) -> None:
     """And its workers on this machine share memory: large arguments are not copied twice."""
     with sky.Compute(emptied.provider(address="auto"), nodes=2, options=QUIET) as compute:
@@ -130,6 +131,7 @@ def test_from_inside_the_cluster_no_job_is_needed(emptied: RayCluster) -> None:
         assert _shares(compute)
 
 
+@only_in_all
 def test_a_pool_stays_in_the_cluster(
     emptied: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

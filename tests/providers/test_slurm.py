@@ -185,6 +185,7 @@ def test_a_waiting_job_says_why_and_starts_when_there_is_room(blocked: str) -> N
     assert any(re.match(r"job \d+ waits: (Resources|Priority)", each) for each in told), told
 
 
+@only_in_all
 def test_the_first_node_of_a_job_may_end_before_the_others() -> None:
     """Slurm does not take back the node on which the job's script runs."""
 

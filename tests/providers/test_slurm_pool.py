@@ -42,6 +42,7 @@ def pool(
             yield compute
 
 
+@only_in_all
 def test_ddp_over_two_nodes(pool: sky.Compute) -> None:
     first, second = synchronised() @ pool
 
