@@ -92,7 +92,7 @@ def _of_shared_pools() -> set[int]:
     """Agents that outlive a test on purpose, with all below them."""
     pids: set[int] = set()
     for compute in _shared_pools:
-        for node in compute._open_pool.nodes:
+        for node in compute._open_fleet.nodes:
             pids.add(node.host.agent_pid)
     return pids
 

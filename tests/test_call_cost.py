@@ -51,7 +51,7 @@ def test_the_client_runs_few_functions_for_a_call(pool: sky.Compute) -> None:
     before, watched = sys.getprofile(), True
     while watched:
         # A page of another test shows the pools of all processes for a moment.
-        wait_until(lambda: not pool._open_pool.events.listened)
+        wait_until(lambda: not pool._open_fleet.events.listened)
         counts.clear()
         sys.setprofile(note)
         try:
@@ -59,7 +59,7 @@ def test_the_client_runs_few_functions_for_a_call(pool: sky.Compute) -> None:
                 nothing() >> pool
         finally:
             sys.setprofile(before)
-        watched = pool._open_pool.events.listened
+        watched = pool._open_fleet.events.listened
     assert counts.total() / CALLS < ON_CLIENT, counts
 
 

@@ -140,7 +140,7 @@ def test_a_pool_that_did_not_start_can_be_started_again(monkeypatch):
 
     pool = sky.Compute(options=QUIET)
     with monkeypatch.context() as patch:
-        patch.setattr("skyward.pool.Pool.start", interrupted)
+        patch.setattr("skyward.nodes.fleet.Fleet.start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pool.start()
 

@@ -137,16 +137,16 @@ def test_a_death_came_first_only_if_it_may_have_caused_the_other_failures() -> N
 def test_a_later_failure_is_told_with_the_time_that_is_left() -> None:
     told: list[str] = []
     now = [10.0]
-    pool: Any = SimpleNamespace(
-        group=SimpleNamespace(together=True, begin_broadcast=lambda: False),
+    fleet: Any = SimpleNamespace(
+        preparer=SimpleNamespace(together=True, begin_broadcast=lambda: False),
         spec=SimpleNamespace(options=SimpleNamespace(fail_grace=3.0)),
-        timeouts=SimpleNamespace(now=lambda: now[0]),
+        dispatcher=SimpleNamespace(timeouts=SimpleNamespace(now=lambda: now[0])),
     )
     tasks: Any = [
         SimpleNamespace(answer=None, stream=None, done=False, when_done=lambda action: None)
         for _ in range(3)
     ]
-    ranks = Ranks(pool, "f", [(0, 0), (1, 0), (2, 0)], tasks, told.append, fail_fast=False)
+    ranks = Ranks(fleet, "f", [(0, 0), (1, 0), (2, 0)], tasks, told.append, fail_fast=False)
     for rank, seconds in ((0, 0.5), (1, 1.5)):
         tasks[rank].answer, tasks[rank].done = Failed.because(ValueError("x")), True
         ranks._take(rank)

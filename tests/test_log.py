@@ -60,7 +60,7 @@ def told(pool: sky.Compute) -> Any:
         if isinstance(event, NumbersLogged):
             found.append(event)
 
-    events = pool._open_pool.events
+    events = pool._open_fleet.events
     events.add(take)
     yield found
     events.remove(take)
@@ -68,7 +68,7 @@ def told(pool: sky.Compute) -> Any:
 
 def curves(pool: sky.Compute, name: str) -> dict[Any, list[tuple[int, float]]]:
     """The points of a name, by node."""
-    rows = pool._open_pool.teller.curves.news({})
+    rows = pool._open_fleet.dispatcher.teller.curves.news({})
     return {place and place[0]: points for each, place, _, points, _ in rows if each == name}
 
 
@@ -408,7 +408,7 @@ def test_the_client_does_not_wait_and_numbers_go_to_the_run_of_their_time(
     sky.log(late=1)
     assert not store.written
     store.go.set()
-    pool._open_pool.teller.tracking.drain()
+    pool._open_fleet.dispatcher.teller.tracking.drain()
     assert store.written == [
         (run, name) for run in ("first", "second") for name in ("mine", "other")
     ]
@@ -444,7 +444,7 @@ def test_output_alone_does_not_wait_for_trackers(
     pool: sky.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drained: list[None] = []
-    tracking = pool._open_pool.teller.tracking
+    tracking = pool._open_fleet.dispatcher.teller.tracking
     monkeypatch.setattr(tracking, "drain", lambda: drained.append(None))
     sky.function(print)("hello") >> pool
     assert not drained
@@ -466,7 +466,7 @@ def test_async_for_waits_for_trackers_beside_the_event_loop(
         waits.set()
         assert go.wait(PATIENCE)
 
-    monkeypatch.setattr(pool._open_pool.teller.tracking, "drain", drain)
+    monkeypatch.setattr(pool._open_fleet.dispatcher.teller.tracking, "drain", drain)
 
     async def taken(flow: Any) -> list[int]:
         waits.clear()
@@ -512,10 +512,11 @@ def test_a_client_that_attaches_needs_no_tracker_of_the_pools_maker(
     pool: sky.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    opened, notes = pool._open_pool, []  # type: ignore[var-annotated]
+    opened, notes = pool._open_fleet, []  # type: ignore[var-annotated]
     options = replace(opened.spec.options, tensorboard="runs")
     monkeypatch.setattr(opened, "spec", replace(opened.spec, options=options))
-    listening = Listening(opened, None, notes.append, attached=True)
+    monkeypatch.setattr(opened.console, "note", notes.append)
+    listening = Listening(opened, None, attached=True)
     listening.close()
     assert len(notes) == 1
     assert "pip install tensorboard" in notes[0]

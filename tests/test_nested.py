@@ -494,7 +494,7 @@ def test_cancelling_a_task_cancels_those_it_waits_for(
     eventually((tmp_path / "begun").exists)
     cancelled, died = compute.stats().cancelled, compute.stats().workers_died
     future.cancel()
-    eventually(lambda: not compute._open_pool.running())
+    eventually(lambda: not compute._open_fleet.dispatcher.running())
     eventually(lambda: compute.stats().cancelled == cancelled + 2)
     assert compute.stats().workers_died == died, "a wait did not end by itself"
     assert through_another(1) >> compute == 2
@@ -520,7 +520,7 @@ def test_cancelling_a_task_ends_the_generator_that_it_reads(
     wait_for(tmp_path / "begun")
     died = compute.stats().workers_died
     future.cancel()
-    eventually(lambda: not compute._open_pool.running())
+    eventually(lambda: not compute._open_fleet.dispatcher.running())
     assert not (tmp_path / "ended").exists(), "the task saw a stream that ended by itself"
     assert compute.stats().workers_died == died
 
@@ -542,7 +542,7 @@ def test_a_task_that_computes_between_two_results_can_be_cancelled(
     wait_for(begun)
     died = threads.stats().workers_died
     future.cancel()
-    eventually(lambda: not threads._open_pool.running())
+    eventually(lambda: not threads._open_fleet.dispatcher.running())
     assert threads.stats().workers_died == died
 
 
@@ -586,7 +586,7 @@ def test_a_task_that_opens_more_generators_than_there_are_workers_fails(
     monkeypatch.setattr("skyward.calls.held.ENDLESS_SECONDS", 0.0)
     with pytest.raises(sky.DeadlockError, match="counts_up would wait for ever for a worker"):
         opens(4) >> pool
-    eventually(lambda: not pool._open_pool.running())
+    eventually(lambda: not pool._open_fleet.dispatcher.running())
 
 
 def test_broadcasts_of_tasks_do_not_keep_failures_from_them() -> None:
@@ -644,7 +644,7 @@ def test_a_task_that_dies_leaves_no_task_behind(
 
     with pytest.raises(sky.WorkerDiedError):
         dies(tmp_path / "begun", tmp_path / "never") >> pool
-    eventually(lambda: not pool._open_pool.running())
+    eventually(lambda: not pool._open_fleet.dispatcher.running())
 
 
 def test_a_task_that_returns_lets_others_go_on(pool: sky.Compute, tmp_path: Path) -> None:
@@ -919,7 +919,7 @@ def test_calls_of_an_object_with_its_own_place_run_one_by_one(
     second, third = progress.step.submit(), progress.step.submit()
     assert third.cancel()
     # Until the executor has answered: it would be too late after the end of the others.
-    loads = pool._open_pool._dispatcher.lanes._by_load
+    loads = pool._open_fleet.dispatcher.lanes._by_load
     eventually(lambda: sum(len(load.tasks) for load in loads) == 2)
     assert not second.done()
     (tmp_path / "go").touch()
@@ -929,7 +929,7 @@ def test_calls_of_an_object_with_its_own_place_run_one_by_one(
     stuck = progress.waits.submit(tmp_path / "begun again", tmp_path / "never")
     wait_for(tmp_path / "begun again")
     stuck.cancel()
-    eventually(lambda: not pool._open_pool.running())
+    eventually(lambda: not pool._open_fleet.dispatcher.running())
 
 
 def test_one_object_with_its_own_place_in_every_worker(pool: sky.Compute) -> None:

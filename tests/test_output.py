@@ -753,7 +753,7 @@ def test_a_bar_of_the_client_stays_below_what_tasks_print(bar):
         with sky.Compute(name="outer") as compute:
             for number in {bar}:
                 # As a compile of the torch device does.
-                compute._open_pool.console.own_line("compiling", False)
+                compute._open_fleet.console.own_line("compiling", False)
                 hello() >> compute
                 coloured(f"\\x1b[31mred\\x1b[0m {{number}}") >> compute
             bar(5) >> compute

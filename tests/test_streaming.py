@@ -616,7 +616,7 @@ def test_large_arguments_of_a_stream_are_let_go_when_it_ends(compute, idle):
     array = np.zeros(1 << 20)
     assert list(length(array) >> compute) == [1 << 20]
     idle()
-    held = compute._pool._packer.store._pins
+    held = compute._fleet.dispatcher.packer.store._pins
 
     assert list(length(array) @ compute)
     idle()

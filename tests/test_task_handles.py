@@ -129,7 +129,7 @@ def test_a_handle_is_not_sent_while_the_shared_state_cannot_be_reached(
 
     monkeypatch.setattr(serving, "BEGIN_SECONDS", 0.1)
     monkeypatch.setattr(serving.HandleDesk, "_serve", lost)
-    desk = serving.HandleDesk(desk_of(counter)._pool)
+    desk = serving.HandleDesk(desk_of(counter)._fleet)
     with pytest.raises(StateLostError, match=r"did not answer for 0\.1 s; send it again"):
         desk.offer(counter, "Counter other")
     desk._left = True

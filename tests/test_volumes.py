@@ -151,7 +151,7 @@ class TestNodesThatDoNotAnswer:
         volume = sky.Volume(f"file://{bucket}", str(tmp_path / "at"))
 
         with sky.Compute(volumes=[volume], options=QUIET) as compute:
-            pool = compute._open_pool
+            pool = compute._open_fleet
             worker = pid() >> compute
             pool._fleet.deliveries._open = _lost
 
@@ -246,7 +246,7 @@ class TestSentFolders:
         folder = SentFolder(source, str(target), everything=True, back=True)
 
         with sky.Compute(options=QUIET) as compute:
-            deliveries = Deliveries([folder], [], compute._open_pool.service)
+            deliveries = Deliveries([folder], [], compute._open_fleet.service)
             deliveries.deliver(0)
             write(str(target / "changed"), "new") >> compute
             write(str(target / "deep" / "made"), "made") >> compute
@@ -269,7 +269,7 @@ class TestSentFolders:
         told: list[str] = []
 
         with sky.Compute(options=QUIET) as compute:
-            service = compute._open_pool.service
+            service = compute._open_fleet.service
             Deliveries([folder], [], service).deliver(0)
             (source / "mine").write_text("newer here")
             (source / "both").write_text("newer here")
@@ -293,7 +293,7 @@ class TestSentFolders:
 
         with sky.Compute(options=QUIET) as compute:
             for target in (tmp_path / "first", tmp_path / "second"):
-                with compute._open_pool.service(0, "files") as connection:
+                with compute._open_fleet.service(0, "files") as connection:
                     scanner = Scanner(source, everything=True)
                     if target.name == "first":
                         listing = scanner.scan()
@@ -312,7 +312,7 @@ class TestSentFolders:
         told: list[str] = []
 
         with sky.Compute(options=QUIET) as compute:
-            deliveries = Deliveries([folder], [], compute._open_pool.service)
+            deliveries = Deliveries([folder], [], compute._open_fleet.service)
             deliveries.deliver(0)
             (target / "linked").unlink()
             write(str(target / "linked" / "key"), "theirs") >> compute
@@ -334,7 +334,7 @@ class TestSentFolders:
         folder = SentFolder(source, str(target), everything=True, back=True)
 
         with sky.Compute(options=QUIET) as compute:
-            deliveries = Deliveries([folder], [], compute._open_pool.service)
+            deliveries = Deliveries([folder], [], compute._open_fleet.service)
             deliveries.deliver(0)
             assert stat.S_IMODE((target / "key").stat().st_mode) == 0o600
             (target / "key").chmod(0o644)
@@ -347,7 +347,7 @@ class TestSentFolders:
     def test_a_folder_that_is_not_on_the_node_says_so(self, tmp_path: Path) -> None:
         with (
             sky.Compute(options=QUIET) as compute,
-            compute._open_pool.service(0, "files") as connection,
+            compute._open_fleet.service(0, "files") as connection,
             pytest.raises(PoolError, match=r"No such file or directory: .*nothing"),
         ):
             bring(connection, str(tmp_path / "nothing"), tmp_path, {})

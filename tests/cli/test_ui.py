@@ -83,7 +83,7 @@ def test_it_shows_the_pools_of_another_process(
         assert f'skyward_calls_total{{pool="{ELSEWHERE}"' in text
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE) == 0
-    eventually(lambda: not compute._open_pool.events.listened)  # nobody looks any more
+    eventually(lambda: not compute._open_fleet.events.listened)  # nobody looks any more
 
 
 def test_it_shows_only_the_pools_that_are_named(compute: sky.Compute, start: Any) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,7 +23,7 @@ import pytest
 
 from skyward.device import build, compiling
 from skyward.events import EventStream
-from skyward.nodes.devices import DeviceDesk
+from skyward.nodes.devices import PoolDevices
 from skyward.wire.messages import CloseDevice, Message, OpenDevice
 
 from ..conftest import Eventually, has_compiler, only_in_all, other_case
@@ -260,10 +261,10 @@ def test_client_and_node_compile_at_the_same_time(monkeypatch: pytest.MonkeyPatc
         raise build.CompilerError("on purpose")
 
     monkeypatch.setattr(build, "library", compiles)
-    nothing: Any = pytest.fail
-    desk = DeviceDesk(
-        lambda node, message: told.append(message), nothing, nothing, EventStream(), nothing
-    )
+    node: Any = SimpleNamespace(serves=True, tell=told.append)
+    roster: Any = SimpleNamespace(closed=False, get=lambda index: node)
+    nothing: Any = SimpleNamespace(own_line=None)
+    desk = PoolDevices("pool", nothing, roster, None, None, EventStream(), nothing)
     with pytest.raises(build.CompilerError, match="on purpose"):
         desk.get(0, "cpu")
     assert told[1:] == [CloseDevice(1)], "a process that nobody will use ends"

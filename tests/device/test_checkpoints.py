@@ -293,7 +293,7 @@ def test_a_lost_node_comes_back_with_the_tensors(store, eventually) -> None:
         with pytest.raises(sky.DeviceError):
             for _ in range(10_000):
                 (x + 1).sum().item()
-        eventually(lambda: compute._open_pool.counts.nodes_lost == 1)
+        eventually(lambda: compute._open_fleet.dispatcher.counts.nodes_lost == 1)
         assert compute.device("cpu") == device
         assert x.tolist() == [0, 1, 2, 3, 4]
         x += 1

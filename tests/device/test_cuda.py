@@ -323,14 +323,14 @@ def test_kept_tensors_do_not_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert abs((memory_in_use() >> compute) - before) < slack
             (kept,) = compute.kept_values()
             assert (kept.device, kept.bytes // whole) == ("cuda", 1)
-            process = compute._open_pool.device_process(device.index)
+            process = compute._open_fleet.devices.process_of(device.index)
             there, began = places(list(model.parameters())), used_by(process)
             del model
         with sky.attach("kept-on-the-gpu") as compute:
             assert abs((memory_in_use() >> compute) - before) < slack
             again = compute.kept("model")
             device = again[0].weight.device
-            assert compute._open_pool.device_process(device.index) == process
+            assert compute._open_fleet.devices.process_of(device.index) == process
             assert places(list(again.parameters())) == there
             assert used_by(process) == began
             assert again.tied is again[0].weight

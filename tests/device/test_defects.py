@@ -23,7 +23,7 @@ from ..conftest import only_in_all
 
 def device_processes(compute: sky.Compute) -> list[psutil.Process]:
     """The processes behind a pool's devices."""
-    agents = [psutil.Process(node.host.agent_pid) for node in compute._open_pool.nodes]
+    agents = [psutil.Process(node.host.agent_pid) for node in compute._open_fleet.nodes]
     return [
         child
         for agent in agents

@@ -254,7 +254,7 @@ def test_a_killed_node_is_noticed_within_seconds(proxies: list[Proxy], nothing_l
         device = compute.device("cpu")
         x = torch.ones(4, device=device)
         torch.sky.synchronize(device)
-        psutil.Process(compute._open_pool.nodes[0].host.agent_pid).kill()
+        psutil.Process(compute._open_fleet.nodes[0].host.agent_pid).kill()
         use_until_gone(x)
 
 
@@ -263,8 +263,8 @@ def test_a_node_killed_while_it_opens_a_device_is_noticed_within_seconds(
 ) -> None:
     with pool() as compute, ThreadPoolExecutor(1) as threads:
         opening = threads.submit(compute.device, "cpu")
-        eventually(lambda: compute._open_pool._fleet.devices.desk._waiting)
-        psutil.Process(compute._open_pool.nodes[0].host.agent_pid).kill()
+        eventually(lambda: compute._open_fleet.devices._waiting)
+        psutil.Process(compute._open_fleet.nodes[0].host.agent_pid).kill()
         with pytest.raises(sky.SkywardError, match="node 0 was lost: its agent is gone"):
             opening.result(20)
 

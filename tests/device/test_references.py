@@ -91,7 +91,7 @@ def test_not_a_byte_moves(alone) -> None:
     compute, device, _ = alone
     x = torch.zeros(LARGE, device=device)
     add(torch.zeros(1, device=device), 1.0) >> compute  # the code itself has to be sent once
-    store = compute._open_pool._packer.store
+    store = compute._open_fleet.dispatcher.packer.store
     before = fetched(device), compute.stats().bytes_sent, store._size
     add(x, 1.0) >> compute
     assert fetched(device) == before[0]
@@ -726,7 +726,7 @@ def test_a_call_cancelled_while_its_bytes_are_fetched_leaves_nothing(
         return parcel(self, encoded, **details)
 
     monkeypatch.setattr(Packer, "parcel", slow)
-    store = compute._open_pool._packer.store
+    store = compute._open_fleet.dispatcher.packer.store
     pinned = dict(store._pins)
     future = total(torch.ones(1 << 20, device=device)) > compute
     assert repacking.wait(20)

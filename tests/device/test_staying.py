@@ -48,7 +48,11 @@ def other_device(compute: sky.Compute) -> torch.device:
 def moved(compute: sky.Compute, device: torch.device) -> list[int]:
     """The bytes of tensors that have come here or gone there."""
     stats = sky.device_stats(device)
-    return [stats.bytes_fetched, stats.bytes_uploaded, sum(compute._open_pool.traffic())]
+    return [
+        stats.bytes_fetched,
+        stats.bytes_uploaded,
+        sum(compute._open_fleet.dispatcher.traffic()),
+    ]
 
 
 def in_use(device: torch.device) -> int:

@@ -472,15 +472,15 @@ def test_ctrl_c_during_shutdown_makes_it_quick_and_leaves_nothing(
 ) -> None:
     """The agents stand still, so that an orderly shutdown would take longer than a test may."""
     body = """
-        from skyward.pool import Pool
+        from skyward.nodes.fleet import Fleet
 
-        def close(pool, seconds, orderly=Pool.close):
+        def close(pool, seconds, orderly=Fleet.close):
             for pid in agents:
                 os.kill(pid, signal.SIGSTOP)
             say("leaving")
             orderly(pool, 600.0)
 
-        Pool.close = close
+        Fleet.close = close
         compute = sky.Compute(nodes=2, options=quiet)
         try:
             with compute:

@@ -32,7 +32,7 @@ QUIET = sky.Options(console=False)
 @pytest.fixture
 def fleet() -> Iterator[Fleet]:
     with sky.Compute(options=QUIET) as compute:
-        yield compute._open_pool._fleet
+        yield compute._open_fleet
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_leaving_a_pool_sees_the_removal_of_a_lost_machine_through(
     # The start of the new node waits for the removal as well.
     monkeypatch.setattr("skyward.nodes.fleet.RUN_SECONDS", 0.0)
     with sky.Compute(options=QUIET) as compute:
-        fleet = compute._open_pool._fleet
+        fleet = compute._open_fleet
         (node,) = fleet.nodes
         stop_machine, stop_node = node.host.stop, node.stop
 

@@ -164,7 +164,7 @@ def test_a_node_with_an_open_device_is_kept_while_there_is_time(
 ) -> None:
     """Tensors live there, which the user may want to copy."""
     is_open = True
-    monkeypatch.setattr("skyward.nodes.devices.DeviceDesk.has_open", lambda *_: is_open)
+    monkeypatch.setattr("skyward.nodes.devices.PoolDevices.has_open", lambda *_: is_open)
     with a_pool(tmp_path) as pool:
         tell(0, "120 spot interruption")
         eventually(lambda: pool.nodes[0].state == "reclaimed")

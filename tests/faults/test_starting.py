@@ -249,7 +249,7 @@ def test_a_task_on_a_node_that_is_lost_while_it_first_starts_hears_of_no_other_l
     """Its workers take tasks one by one, as they come up."""
     with sky.Compute(options=QUIET) as compute:
         future = sky.function(time.sleep)(60) > compute
-        fleet = compute._open_pool._fleet
+        fleet = compute._open_fleet
         lost = fleet.nodes[0]
         lost._state, lost.joined = "starting", False
         fleet.loop.call_soon(lambda: lost.handle_loss("its agent is gone"))

@@ -98,7 +98,7 @@ def test_a_call_waits_for_a_machine_however_long_that_takes(
 def test_a_device_needs_a_node() -> None:
     with sky.Compute(nodes=(0, 2), options=QUIET) as pool:
         with pytest.raises(sky.ConfigurationError) as refused:
-            pool._open_pool._fleet.devices._tell_node(0, None)  # type: ignore[arg-type]
+            pool._open_fleet.devices._tell(0, None)  # type: ignore[arg-type]
         assert "device(node=0): the pool has no nodes now" in str(refused.value)
         assert "compute.resize(1)" in str(refused.value)
         pool.resize(1)
@@ -117,7 +117,7 @@ def test_a_call_that_waits_for_a_node_fails_when_the_pool_ends(how: str) -> None
     with sky.Compute(SoldOut(missing={0}), nodes=(0, 1), options=QUIET) as pool:
         future = rank() > pool
         if how == "ttl":
-            pool._open_pool._expire(60)
+            pool._open_fleet._expire(60)
             with pytest.raises(sky.PoolClosedError, match="time to live of 60 s is over"):
                 future.result(PATIENCE)
     with pytest.raises(sky.PoolClosedError):
@@ -214,7 +214,7 @@ def test_a_lost_node_that_only_the_user_can_bring_back_is_tried_at_the_next_call
     with sky.Compute(provider, options=QUIET) as pool:
         pid = sky.function(os.getpid)() >> pool
         provider.refusals.append(ForbiddenError("your login has expired"))
-        fleet = pool._open_pool._fleet
+        fleet = pool._open_fleet
         fleet.nodes[0].handle_loss("pulled out")
         eventually(lambda: pool.nodes[0].state == "failed")
         assert sky.function(os.getpid)() >> pool != pid

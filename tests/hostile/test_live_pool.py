@@ -46,7 +46,7 @@ class Siege:
     """A pool, and everybody around it."""
 
     def __init__(self, compute: sky.Compute, transport: str) -> None:
-        pool = compute._open_pool
+        pool = compute._open_fleet
         (node,) = pool.nodes
         (lane,) = node.lanes.values()
         assert node.control is not None

@@ -12,20 +12,20 @@ import pytest
 
 import skyward as sky
 from skyward.errors import PoolError
-from skyward.pool import Pool
+from skyward.nodes.fleet import Fleet
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.frames import INLINE_BODY
 from skyward.wire.messages import Question, Reply
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator[Fleet]:
     with sky.Compute(options=sky.Options(console=False)) as compute:
-        yield compute._open_pool
+        yield compute._open_fleet
 
 
 @pytest.fixture
-def agent(pool: Pool, eventually) -> Iterator[psutil.Process]:
+def agent(pool: Fleet, eventually) -> Iterator[psutil.Process]:
     """The agent: the same process afterwards, with no more threads, files and children."""
     with pool.service(0, "about") as about:
         process = psutil.Process(about.ask("facts")["pid"])
@@ -82,7 +82,7 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("service", "what", "arguments"), WRONG)
 def test_a_wrong_question_is_refused_with_a_reason(
-    pool: Pool, agent: psutil.Process, service: str, what: str, arguments: dict[str, Any]
+    pool: Fleet, agent: psutil.Process, service: str, what: str, arguments: dict[str, Any]
 ) -> None:
     with pool.service(0, service) as connection:
         connection.send(what, **arguments)
@@ -98,7 +98,7 @@ def _ends(connection: ServiceConnection) -> None:
             connection.channel.receive()
 
 
-def test_a_body_that_is_too_large_ends_the_connection(pool: Pool, agent: psutil.Process) -> None:
+def test_a_body_that_is_too_large_ends_the_connection(pool: Fleet, agent: psutil.Process) -> None:
     for name in ("exec", "copying", "jobs"):
         with pool.service(0, name) as connection:
             try:
@@ -109,7 +109,7 @@ def test_a_body_that_is_too_large_ends_the_connection(pool: Pool, agent: psutil.
 
 
 def test_other_messages_than_questions_end_the_connection(
-    pool: Pool, agent: psutil.Process
+    pool: Fleet, agent: psutil.Process
 ) -> None:
     for name in ("exec", "copying", "jobs"):
         with pool.service(0, name) as connection:
@@ -128,7 +128,7 @@ def test_other_messages_than_questions_end_the_connection(
     ],
 )
 def test_a_wrong_part_ends_the_command(
-    pool: Pool, agent: psutil.Process, part: Question, eventually
+    pool: Fleet, agent: psutil.Process, part: Question, eventually
 ) -> None:
     with pool.service(0, "exec") as connection:
         connection.send("run", command=["sleep", "600"])
@@ -138,7 +138,7 @@ def test_a_wrong_part_ends_the_command(
     eventually(lambda: not psutil.pid_exists(pid))
 
 
-def test_input_without_end_is_not_collected(pool: Pool, agent: psutil.Process) -> None:
+def test_input_without_end_is_not_collected(pool: Fleet, agent: psutil.Process) -> None:
     with pool.service(0, "exec") as connection:
         connection.send("run", command=["sleep", "600"], takes_input=True)
         connection.next_reply()
@@ -147,7 +147,7 @@ def test_input_without_end_is_not_collected(pool: Pool, agent: psutil.Process) -
                 connection.send("input", b"x" * (INLINE_BODY // 2))
 
 
-def test_files_that_are_no_archive_start_no_job(pool: Pool, agent: psutil.Process) -> None:
+def test_files_that_are_no_archive_start_no_job(pool: Fleet, agent: psutil.Process) -> None:
     with pool.service(0, "jobs") as connection:
         connection.send("start", name="x", command=["true"])
         connection.send("part", os.urandom(1000))
@@ -158,7 +158,7 @@ def test_files_that_are_no_archive_start_no_job(pool: Pool, agent: psutil.Proces
 
 
 def test_a_client_that_leaves_within_a_question_leaves_nothing(
-    pool: Pool, agent: psutil.Process, tmp_path: Path
+    pool: Fleet, agent: psutil.Process, tmp_path: Path
 ) -> None:
     with pool.service(0, "jobs") as connection:
         connection.send("start", name="x", command=["true"])

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 import skyward as sky
 from skyward.cli.main import sky as command
-from skyward.compute.quoting import without_end
+from skyward.compute.stats import without_end
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
 from skyward.providers import Capabilities
@@ -205,7 +205,7 @@ def test_a_pool_on_which_a_script_runs_does_not_shrink(bench: str, tmp_path: Pat
         job = documents("run", str(path), "--on", bench, "--detach")["id"]
         with pytest.raises(sky.PoolError, match=f"{bench}: runs {job} of .*force=True"):
             compute.resize(1)
-        assert compute._open_pool._fleet._shrink(lambda count: 1) == 2, "nor for idleness"
+        assert compute._open_fleet._shrink(lambda count: 1) == 2, "nor for idleness"
         assert len(pid() @ compute) == 2
         with pytest.raises(sky.ConfigurationError, match=r"resize\(\(0, 2\)\): .* at least one"):
             compute.resize((0, 2))

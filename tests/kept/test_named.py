@@ -453,7 +453,7 @@ def test_calls_that_have_not_begun_outlive_the_process_that_runs_them(
     queued = compute.submit(place(5), name="queued", on=0)
     items = compute.submit(two_items(str(gate)), name="cut-off", on=1).result()
     assert next(items) == "first"
-    with compute._open_pool.service(0, "about") as about:
+    with compute._open_fleet.service(0, "about") as about:
         agent = psutil.Process(about.ask("facts")["pid"])
     module = "skyward.compute.named.runner"
     (runner,) = (each for each in agent.children(recursive=True) if module in each.cmdline())
@@ -526,7 +526,7 @@ def test_a_lost_head_is_an_error_and_not_a_hang(home: Path, gate: Path) -> None:
     with sky.Compute(name="lone", keep=True, options=QUIET) as lone:
         future = lone.submit(wait_for(str(gate)), name="run")
         until(lambda: found(lone, "run").state == "running")
-        with lone._open_pool.service(0, "about") as about:
+        with lone._open_fleet.service(0, "about") as about:
             os.kill(about.ask("facts")["pid"], signal.SIGKILL)
         with pytest.raises(sky.NodeLostError, match="the head, which has the pool's calls"):
             future.result()

@@ -10,13 +10,14 @@ import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import skyward as sky
 from skyward.events import EventStream
 from skyward.nodes import keeping
-from skyward.nodes.devices import DeviceDesk
+from skyward.nodes.devices import PoolDevices
 from skyward.nodes.occupancy import occupancy
 
 from ..conftest import ALL, PATIENCE, Eventually
@@ -37,7 +38,7 @@ def bench(request: pytest.FixtureRequest, home: Path) -> Iterator[str]:
 
 
 def process_of(compute: sky.Compute, tensor: torch.Tensor) -> int:
-    return compute._open_pool.device_process(tensor.device.index)
+    return compute._open_fleet.devices.process_of(tensor.device.index)
 
 
 def where(tensor: torch.Tensor) -> bytes:
@@ -120,7 +121,8 @@ def test_leaving_waits_for_the_last_operations_and_raises_what_failed(bench: str
 def test_leaving_waits_for_every_device_also_if_one_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    desk = DeviceDesk(*[pytest.fail] * 3, EventStream("desk"), pytest.fail)
+    nothing: Any = None
+    desk = PoolDevices("pool", nothing, nothing, None, None, EventStream("desk"), nothing)
     released, ended = threading.Event(), []
 
     def synchronize(index: int) -> None:
@@ -208,7 +210,7 @@ def test_a_client_that_is_killed_leaves_what_it_has_kept(bench: str, script: Scr
         compute.keep("survivor", tensor)
         tensor += 1
         torch.sky.synchronize(tensor.device)
-        print(compute._open_pool.device_process(tensor.device.index), flush=True)
+        print(compute._open_fleet.devices.process_of(tensor.device.index), flush=True)
         os.kill(os.getpid(), 9)
         """
     )

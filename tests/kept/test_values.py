@@ -61,7 +61,7 @@ def test_a_value_is_of_the_class_that_the_client_has_imported(
 def test_a_value_that_is_read_stays_while_others_replace_it(bench: str) -> None:
     with sky.attach(bench) as compute:
         compute.keep("number", 1)
-        with compute._open_pool.service(0, "values") as reader:
+        with compute._open_fleet.service(0, "values") as reader:
             found = reader.ask("find", name="number")
             for number in range(2, 6):
                 compute.keep("number", number)
@@ -93,16 +93,16 @@ def test_a_model_on_a_device_is_found_on_the_device_again(bench: str) -> None:
         again = compute.kept("model")
         assert {p.device.type for p in again.parameters()} == {"sky"}
         assert torch.equal(again(x.to(compute.device("cpu", node=1))).cpu(), wanted)
-        assert compute._open_pool.device_home(again[0].weight.device.index) == (1, "cpu")
+        assert compute._open_fleet.devices.home(again[0].weight.device.index) == (1, "cpu")
 
 
 def test_tensors_of_a_device_do_not_cross_the_wire(bench: str) -> None:
     with sky.attach(bench) as compute:
         tensor = torch.ones(4 << 20, device=compute.device("cpu"))
-        before = sum(compute._open_pool.traffic())
+        before = sum(compute._open_fleet.dispatcher.traffic())
         compute.keep("large", {"weights": tensor})
         again = compute.kept("large")["weights"]
-        assert sum(compute._open_pool.traffic()) - before < 100_000
+        assert sum(compute._open_fleet.dispatcher.traffic()) - before < 100_000
         assert float(again.sum()) == 4 << 20
         compute.forget("large")
 

@@ -341,7 +341,7 @@ def test_past_the_orphan_timeout_both_ends_give_up_and_say_so(
         future = lasts(str(tmp_path), 600) > far.pool
         eventually((tmp_path / "begun").exists)
         # Nobody else may end the agent.
-        machine = far.pool._open_pool.nodes[0].host
+        machine = far.pool._open_fleet.nodes[0].host
         machine.stop, stop = lambda seconds: None, machine.stop
         started = time.monotonic()
         with contextlib.ExitStack() as stack, far.frozen():
@@ -368,7 +368,7 @@ def test_a_dead_agent_is_not_waited_for(
     with far_pool() as far:
         future = lasts(str(tmp_path), 600) > far.pool
         eventually((tmp_path / "begun").exists)
-        psutil.Process(far.pool._open_pool.nodes[0].host.agent_pid).kill()
+        psutil.Process(far.pool._open_fleet.nodes[0].host.agent_pid).kill()
         with pytest.raises(sky.NodeLostError, match="its agent is gone"):
             future.result(60)
 

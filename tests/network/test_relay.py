@@ -67,7 +67,7 @@ def sent(pool: sky.Compute) -> Iterator[Callable[[], float]]:
 
 
 def lanes(pool: sky.Compute) -> list[Any]:
-    return list(pool._pool._dispatcher.lanes)  # type: ignore[union-attr]
+    return list(pool._open_fleet.dispatcher.lanes)  # type: ignore[union-attr]
 
 
 def new(values: Any) -> Any:

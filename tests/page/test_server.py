@@ -302,14 +302,12 @@ def test_a_viewer_that_is_too_slow_is_dropped() -> None:
 def test_calls_whose_end_was_not_seen_are_not_shown_as_running() -> None:
     """Ten thousand short calls a second, and nobody who asks for what has changed."""
     running: dict[int, Any] = {}
-    pool: Any = SimpleNamespace(
-        id="p",
-        running=lambda: list(running.values()),
-        views=list,
-        teller=SimpleNamespace(curves=Curves()),
+    calls = SimpleNamespace(
+        running=lambda: list(running.values()), teller=SimpleNamespace(curves=Curves())
     )
+    fleet: Any = SimpleNamespace(id="p", dispatcher=calls, views=list)
     woken = threading.Event()
-    state = PoolState(pool, woken.set)
+    state = PoolState(fleet, woken.set)
     for number in range(40_000):
         running[number] = (number, "f", 0, 0)
         state.take(CallStarted(0.0, "p", number, "f", 0, 0))
@@ -339,7 +337,7 @@ def threads() -> set[threading.Thread]:
 
 def test_nobody_looks_means_no_events() -> None:
     with sky.Compute(options=sky.Options(console=False)) as compute:
-        pool = compute._open_pool
+        pool = compute._open_fleet
         # The hub of this process may have other viewers: pages, and processes at the door.
         hub.remove(pool)
         own = Hub()
@@ -357,7 +355,7 @@ def test_nobody_looks_means_no_events() -> None:
 
 def test_a_pool_that_is_closed_is_watched_no_more() -> None:
     with sky.Compute(options=sky.Options(console=False)) as compute:
-        pool = compute._open_pool
+        pool = compute._open_fleet
         viewer = hub.join()
         assert pool.id in hub._watched
     assert pool.id not in hub._watched

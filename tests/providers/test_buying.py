@@ -134,7 +134,7 @@ class TestTimeToLive:
     ) -> None:
         with sky.Compute(shop, ttl=600, options=QUIET, name="mine") as compute:
             running, waiting = (wait_for(str(tmp_path / "never")) > compute for _ in range(2))
-            compute._open_pool._expire(600)
+            compute._open_fleet._expire(600)
             for future in (running, waiting):
                 with pytest.raises(sky.PoolClosedError, match="time to live of 600 s is over"):
                     future.result(30)
@@ -147,7 +147,7 @@ class TestTimeToLive:
         self, state: Journal, shop: Shop
     ) -> None:
         with sky.Compute(shop, options=QUIET) as compute:
-            compute._open_pool._expire(600)
+            compute._open_fleet._expire(600)
         assert not state.pools()
 
     def test_ends_a_start_that_takes_longer(self, shop: Shop, nothing_left: None) -> None:

@@ -37,7 +37,7 @@ def unknown(dear: Shop, tmp_path: Path) -> Shop:
 
 def bought(compute: sky.Compute) -> str:
     with compute:
-        return compute._open_pool.ledger.receipt().partition(" x ")[2].split()[0]
+        return compute._open_fleet.ledger.receipt().partition(" x ")[2].split()[0]
 
 
 def specs(*shops: Shop) -> list[sky.Spec]:

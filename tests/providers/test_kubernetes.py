@@ -275,7 +275,7 @@ def test_a_job_that_was_removed_is_made_again(
     """Also when the API server is busy just then, and its watch ends."""
     with sky.Compute(namespace.provider(), options=RETRYING) as compute:
         (job,) = namespace.batch.list_namespaced_job(namespace.name).items
-        shared: Any = compute._open_pool._fleet._startup._allocation
+        shared: Any = compute._open_fleet.allocation
         request, refused = shared.access._pools.request, []
 
         def busy(method: str, url: str, **given: Any) -> Any:

@@ -186,10 +186,8 @@ def test_the_machine_of_an_agent_that_was_killed_is_used_again(
 
 
 def _shares(compute: sky.Compute) -> bool:
-    pool: Any = compute._open_pool
-    return all(
-        lane.channel.shares_memory for node in pool._fleet.nodes for lane in node.lanes.values()
-    )
+    nodes = compute._open_fleet.nodes
+    return all(lane.channel.shares_memory for node in nodes for lane in node.lanes.values())
 
 
 @only_in_all

@@ -61,7 +61,7 @@ class TestPools:
     def test_a_pool_sweeps_up_after_its_last_machine(self, shop: Shop, state: Journal) -> None:
         with sky.Compute(shop, options=QUIET) as compute:
             (pool,) = rules(shop)
-            assert compute._open_pool.id == pool
+            assert compute._open_fleet.id == pool
             assert shop.stock.swept == []
         assert (shop.stock.swept, rules(shop), state.pools()) == ([pool], [], [])
 

@@ -68,7 +68,11 @@ def moved(compute: sky.Compute, device: torch.device) -> Callable[[], int]:
     def count() -> int:
         on_device, stats = sky.device_stats(device), compute.stats()
         now = on_device.bytes_uploaded + on_device.bytes_fetched
-        now += stats.bytes_sent + stats.bytes_received + compute._open_pool._packer.store._size
+        now += (
+            stats.bytes_sent
+            + stats.bytes_received
+            + compute._open_fleet.dispatcher.packer.store._size
+        )
         before, counted[0] = counted[0], now
         return now - before
 
@@ -494,7 +498,7 @@ def _kill_after_export(compute: sky.Compute) -> None:
 
     from skyward.device.core import Core
 
-    agent = psutil.Process(compute._open_pool.nodes[0].host.agent_pid)
+    agent = psutil.Process(compute._open_fleet.nodes[0].host.agent_pid)
     (process,) = [
         child
         for child in agent.children()

@@ -21,6 +21,7 @@ from skyward.errors import WorkerDiedError
 from skyward.events import EventStream
 from skyward.objects import memory
 from skyward.objects.encoding import encode
+from skyward.spec import Options
 from skyward.wire.messages import KNOWN, STREAMED, Define, Fetch, Message, Run
 
 MIB = 1 << 20
@@ -149,9 +150,17 @@ def test_tasks_sent_ahead_to_an_executor_that_is_lost_keep_their_order() -> None
     loop: Any = SimpleNamespace(after_each_round=lambda action: None)
     console: Any = SimpleNamespace(note=print)
     packer = Packer(encrypted=True, relayed=False)
-    nested: Any = SimpleNamespace(lose=lambda lane: None)
-    prospects = Prospects(grouped=False)
-    dispatcher = Dispatcher(loop, console, packer, prospects, EventStream(), nested)
+    nothing: Any = None
+    dispatcher = Dispatcher(
+        loop,
+        console,
+        packer,
+        Prospects(grouped=False),
+        EventStream(),
+        Options(),
+        nothing,
+        nothing,
+    )
     lost, other = lane(Wire()), lane(Wire())
     tasks = [task(number, number) for number in range(8)]
     dispatcher.add(lost, usable=True)

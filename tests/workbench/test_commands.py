@@ -16,14 +16,14 @@ import skyward as sky
 from skyward.compute.workbench.commands import WINDOW, NodeCommand
 from skyward.compute.workbench.everywhere import run_everywhere
 from skyward.errors import PoolError
-from skyward.pool import Pool
+from skyward.nodes.fleet import Fleet
 
 Eventually = Callable[..., None]
 
 
 @pytest.fixture
-def running(pool: sky.Compute) -> Pool:
-    return pool._open_pool
+def running(pool: sky.Compute) -> Fleet:
+    return pool._open_fleet
 
 
 def told(command: NodeCommand) -> dict[str, bytes]:
@@ -34,36 +34,36 @@ def told(command: NodeCommand) -> dict[str, bytes]:
     return written
 
 
-def test_output_and_exit_code_come_back(running: Pool) -> None:
+def test_output_and_exit_code_come_back(running: Fleet) -> None:
     with NodeCommand(running, 1, ["sh", "-c", "echo out; echo err >&2; exit 3"]) as command:
         assert told(command) == {"stdout": b"out\n", "stderr": b"err\n"}
         assert command.code == 3
 
 
-def test_a_signal_is_told_as_a_shell_tells_it(running: Pool) -> None:
+def test_a_signal_is_told_as_a_shell_tells_it(running: Fleet) -> None:
     with NodeCommand(running, 0, ["sh", "-c", "kill -9 $$"]) as command:
         assert told(command) == {}
         assert command.code == 128 + signal.SIGKILL
 
 
-def test_a_program_that_is_not_there_is_named(running: Pool) -> None:
+def test_a_program_that_is_not_there_is_named(running: Fleet) -> None:
     with pytest.raises(PoolError, match="no program 'nvidia-smoo' on the node"):
         NodeCommand(running, 0, ["nvidia-smoo"])
 
 
-def test_commands_find_the_interpreter_of_the_node(running: Pool) -> None:
+def test_commands_find_the_interpreter_of_the_node(running: Fleet) -> None:
     code = "import sys, skyward; print(sys.executable)"
     with NodeCommand(running, 0, ["python", "-c", code]) as command:
         assert told(command)["stdout"].decode().strip() == sys.executable
 
 
-def test_with_the_environment_of_a_worker_the_pool_is_known(running: Pool) -> None:
+def test_with_the_environment_of_a_worker_the_pool_is_known(running: Fleet) -> None:
     code = "import skyward as sky; print(sky.instance_info().node)"
     with NodeCommand(running, 1, ["python", "-c", code], like_worker=True) as command:
         assert told(command) == {"stdout": b"1\n"}
 
 
-def test_more_input_than_fits_arrives_and_ends(running: Pool) -> None:
+def test_more_input_than_fits_arrives_and_ends(running: Fleet) -> None:
     data = os.urandom(3 * WINDOW)
     with NodeCommand(running, 0, ["cat"], takes_input=True) as command:
 
@@ -78,7 +78,7 @@ def test_more_input_than_fits_arrives_and_ends(running: Pool) -> None:
         assert command.code == 0
 
 
-def test_a_command_that_reads_no_more_stops_its_input(running: Pool) -> None:
+def test_a_command_that_reads_no_more_stops_its_input(running: Fleet) -> None:
     with NodeCommand(running, 0, ["sh", "-c", "exec <&-; sleep 600"], takes_input=True) as command:
         reader = threading.Thread(target=told, args=(command,))
         reader.start()
@@ -88,7 +88,7 @@ def test_a_command_that_reads_no_more_stops_its_input(running: Pool) -> None:
         reader.join()
 
 
-def test_a_signal_reaches_a_command_that_does_not_read(running: Pool, tmp_path: Path) -> None:
+def test_a_signal_reaches_a_command_that_does_not_read(running: Fleet, tmp_path: Path) -> None:
     script = 'trap "echo caught; exit 5" INT; echo ready; while :; do sleep 0.05; done'
     with NodeCommand(running, 0, ["sh", "-c", script], takes_input=True) as command:
         output = command.output()
@@ -100,7 +100,7 @@ def test_a_signal_reaches_a_command_that_does_not_read(running: Pool, tmp_path: 
 
 
 def test_nothing_is_left_of_a_command_whose_client_leaves(
-    running: Pool, tmp_path: Path, eventually: Eventually
+    running: Fleet, tmp_path: Path, eventually: Eventually
 ) -> None:
     """Not even a daemon with a session of its own, that ignores the signals it can."""
     mark = tmp_path / "daemon"
@@ -112,7 +112,7 @@ def test_nothing_is_left_of_a_command_whose_client_leaves(
     eventually(lambda: not psutil.pid_exists(pid))
 
 
-def test_what_a_command_leaves_behind_ends_with_it(running: Pool) -> None:
+def test_what_a_command_leaves_behind_ends_with_it(running: Fleet) -> None:
     with NodeCommand(running, 0, ["sh", "-c", "sleep 600 & echo $!"]) as command:
         pid = int(told(command)["stdout"])
         assert command.code == 0
@@ -121,7 +121,7 @@ def test_what_a_command_leaves_behind_ends_with_it(running: Pool) -> None:
 
 def test_a_command_ends_with_its_agent(eventually: Eventually) -> None:
     with sky.Compute(options=sky.Options(console=False)) as compute:
-        node = compute._open_pool
+        node = compute._open_fleet
         facts = node.service(0, "about")
         agent = facts.ask("facts")["pid"]
         facts.close()
@@ -134,7 +134,7 @@ def test_a_command_ends_with_its_agent(eventually: Eventually) -> None:
         eventually(lambda: not psutil.pid_exists(pid))
 
 
-def test_several_nodes_get_the_same_input_and_tell_their_codes(running: Pool) -> None:
+def test_several_nodes_get_the_same_input_and_tell_their_codes(running: Fleet) -> None:
     read_end, write_end = os.pipe()
     os.write(write_end, b"4")
     os.close(write_end)
@@ -151,7 +151,7 @@ def test_several_nodes_get_the_same_input_and_tell_their_codes(running: Pool) ->
     assert shown == {0: b"5\n", 1: b"5\n"}
 
 
-def test_a_terminal_has_a_size_that_follows_and_a_job_control(running: Pool) -> None:
+def test_a_terminal_has_a_size_that_follows_and_a_job_control(running: Fleet) -> None:
     prompt = {"PS1": "ready> "}
     with NodeCommand(running, 0, ["sh"], environment=prompt, terminal=(31, 77)) as command:
         seen = b""

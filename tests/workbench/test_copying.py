@@ -15,16 +15,16 @@ import skyward as sky
 from skyward.compute.workbench.copying import copy
 from skyward.compute.workbench.files import FilesHere, FilesOnNode, FoundEntry
 from skyward.errors import ConfigurationError, PoolError, ProtocolError
-from skyward.pool import Pool
+from skyward.nodes.fleet import Fleet
 
 
 @pytest.fixture
-def running(pool: sky.Compute) -> Pool:
-    return pool._open_pool
+def running(pool: sky.Compute) -> Fleet:
+    return pool._open_fleet
 
 
 @pytest.fixture
-def node(running: Pool) -> Iterator[FilesOnNode]:
+def node(running: Fleet) -> Iterator[FilesOnNode]:
     with contextlib.closing(FilesOnNode(running, 0, "train/0")) as place:
         yield place
 
@@ -66,7 +66,9 @@ def test_a_folder_goes_there_and_comes_back(node: FilesOnNode, tmp_path: Path) -
     assert sorted(each.name for each in tmp_path.iterdir()) == ["back", "source", "there"]
 
 
-def test_a_large_file_takes_little_memory(node: FilesOnNode, running: Pool, tmp_path: Path) -> None:
+def test_a_large_file_takes_little_memory(
+    node: FilesOnNode, running: Fleet, tmp_path: Path
+) -> None:
     large = tmp_path / "large"
     with open(large, "wb") as file:
         file.truncate(300 << 20)
@@ -169,7 +171,7 @@ def test_without_room_nothing_is_begun(node: FilesOnNode, tmp_path: Path) -> Non
 
 
 def test_a_copy_whose_client_leaves_leaves_nothing(
-    running: Pool, tmp_path: Path, eventually
+    running: Fleet, tmp_path: Path, eventually
 ) -> None:
     place = FilesOnNode(running, 0, "train/0")
     place._send("write", path=str(tmp_path / "x"), size=10, mode=0o644, asks_first=False)

@@ -15,7 +15,7 @@ import skyward as sky
 from skyward.compute.workbench import jobs
 from skyward.compute.workbench.jobs import JobOutput
 from skyward.errors import PoolError
-from skyward.pool import Pool
+from skyward.nodes.fleet import Fleet
 from skyward.worker import kept_jobs, output_log
 from skyward.worker.kept_jobs import JobView, KeptJobs
 
@@ -23,8 +23,8 @@ Eventually = Callable[..., None]
 
 
 @pytest.fixture
-def running(pool: sky.Compute) -> Pool:
-    return pool._open_pool
+def running(pool: sky.Compute) -> Fleet:
+    return pool._open_fleet
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
     return write
 
 
-def output_of(pool: Pool, job: str, tail: int | None = None) -> tuple[bytes, JobView]:
+def output_of(pool: Fleet, job: str, tail: int | None = None) -> tuple[bytes, JobView]:
     with contextlib.closing(JobOutput(pool, 0, job, tail=tail)) as output:
         data = b"".join(part for _, part in output.parts())
     assert output.job is not None
@@ -57,7 +57,7 @@ def first_line(parts: Iterator[tuple[int, bytes]]) -> tuple[bytes, bytes]:
 
 
 def test_a_script_runs_with_its_modules_and_arguments(
-    running: Pool, script: Callable[[str], Path], tmp_path: Path
+    running: Fleet, script: Callable[[str], Path], tmp_path: Path
 ) -> None:
     (tmp_path / "settings.py").write_text("RATE = 3")
     (tmp_path / "nets").mkdir()
@@ -84,7 +84,7 @@ def test_a_script_runs_with_its_modules_and_arguments(
 
 
 def test_output_is_shown_again_by_id_by_name_and_by_its_last_lines(
-    running: Pool, script: Callable[[str], Path]
+    running: Fleet, script: Callable[[str], Path]
 ) -> None:
     first = jobs.start_script(running, 0, script("print('one')"), name="again")
     output_of(running, first)
@@ -97,7 +97,7 @@ def test_output_is_shown_again_by_id_by_name_and_by_its_last_lines(
 
 
 def test_a_job_goes_on_while_nobody_looks_and_is_followed_again(
-    running: Pool, script: Callable[[str], Path], tmp_path: Path
+    running: Fleet, script: Callable[[str], Path], tmp_path: Path
 ) -> None:
     path = script(
         "import pathlib, time\n"
@@ -115,7 +115,7 @@ def test_a_job_goes_on_while_nobody_looks_and_is_followed_again(
 
 
 def test_a_cancelled_job_can_clean_up_and_leaves_nothing(
-    running: Pool, script: Callable[[str], Path]
+    running: Fleet, script: Callable[[str], Path]
 ) -> None:
     path = script(
         "import subprocess, time\n"
@@ -139,14 +139,14 @@ def test_a_cancelled_job_can_clean_up_and_leaves_nothing(
 
 
 def test_a_job_that_a_signal_ended_has_the_exit_code_of_a_shell(
-    running: Pool, script: Callable[[str], Path]
+    running: Fleet, script: Callable[[str], Path]
 ) -> None:
     job = jobs.start_script(running, 0, script("import os; os.kill(os.getpid(), 2)"))
     ended = output_of(running, job)[1]
     assert (ended.state, ended.code) == ("failed", 130)
 
 
-def test_several_jobs_run_at_once(running: Pool, script: Callable[[str], Path]) -> None:
+def test_several_jobs_run_at_once(running: Fleet, script: Callable[[str], Path]) -> None:
     path = script("import os, sys; print(os.environ['SKYWARD_JOB']); sys.stdin.read()")
     started = [jobs.start_script(running, 0, path, name=f"at.once{n}") for n in range(3)]
 
@@ -154,14 +154,14 @@ def test_several_jobs_run_at_once(running: Pool, script: Callable[[str], Path]) 
         assert output_of(running, job)[0].decode().strip() == job
 
 
-def test_a_job_that_is_not_there_is_named_with_those_that_are(running: Pool) -> None:
+def test_a_job_that_is_not_there_is_named_with_those_that_are(running: Fleet) -> None:
     with pytest.raises(PoolError, match="no job 'nope'; the pool's jobs are: "):
         jobs.look_at(running, 0, "nope")
     with pytest.raises(PoolError, match="no job 'nope'"):
         output_of(running, "nope")
 
 
-def test_names_and_commands_that_cannot_be_are_refused(running: Pool) -> None:
+def test_names_and_commands_that_cannot_be_are_refused(running: Fleet) -> None:
     with pytest.raises(PoolError, match=r"cannot be called '\.\./x'"):
         jobs.start(running, 0, "../x", ["true"])
     with pytest.raises(PoolError, match="no program 'treu'"):
@@ -171,7 +171,7 @@ def test_names_and_commands_that_cannot_be_are_refused(running: Pool) -> None:
 
 
 def test_a_long_output_loses_its_beginning_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: Pool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: Fleet
 ) -> None:
     monkeypatch.setattr(kept_jobs, "OUTPUT_KEPT", 8000)
     kept = KeptJobs(tmp_path / "jobs")
@@ -237,7 +237,7 @@ def test_a_job_ends_with_a_killed_agent(
 ) -> None:
     path = script("import os, time; print(os.getpid()); time.sleep(600)")
     with sky.Compute(options=sky.Options(console=False)) as compute:
-        pool = compute._open_pool
+        pool = compute._open_fleet
         with pool.service(0, "about") as about:
             facts = about.ask("facts")
         job = jobs.start_script(pool, 0, path)

@@ -5,8 +5,8 @@ The calls of a broadcast get copies alone, each its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -17,17 +17,24 @@ Holder = tuple[int, int | None]
 """A node, and a worker of it if only that worker can reach the device."""
 
 
+class CallDevices(Protocol):
+    """The torch devices of a pool, as its calls need them."""
+
+    def holder(self, index: int) -> Holder | None:
+        """Who holds a device; None if it is not one of the pool's."""
+
+    def open_on(self, node: int) -> list[int]:
+        """The indices of the open devices of a node."""
+
+    def for_result(self, wanted: str | torch.device, node: int, worker: int) -> torch.device:
+        """The device that the results of a worker stay on."""
+
+
 class DeviceTensors:
     """The sky tensors among one call's arguments, and the node that the call must run on."""
 
-    def __init__(
-        self,
-        holder_of: Callable[[int], Holder | None],
-        on: int | None,
-        open_on: Callable[[int], list[int]] = lambda node: [],
-    ) -> None:
-        """`open_on` has the indices of the open devices of a node."""
-        self._holder_of, self._on, self._open_on = holder_of, on, open_on
+    def __init__(self, devices: CallDevices, on: int | None) -> None:
+        self._devices, self._on = devices, on
         self.holder: Holder | None = None
         """Where the call must run; None as long as it refers to no tensor."""
 
@@ -40,7 +47,7 @@ class DeviceTensors:
         """
         known: dict[int, Holder] = {}
         for index in {storage.device.index for storage in storages}:
-            holder = self._holder_of(index)
+            holder = self._devices.holder(index)
             if holder is None:
                 return None
             known[index] = holder
@@ -71,8 +78,8 @@ class DeviceTensors:
             most = max(sizes, key=lambda holder: sizes[holder])
             return most, next(index for index, holder in known.items() if holder == most)
         assert self._on is not None
-        for index in self._open_on(self._on):
-            found = self._holder_of(index)
+        for index in self._devices.open_on(self._on):
+            found = self._devices.holder(index)
             if found is not None:
                 return found, index
         return None
@@ -85,15 +92,8 @@ class BroadcastTensors:
     is then passed on from one to the next.
     """
 
-    def __init__(
-        self,
-        holder_of: Callable[[int], Holder | None],
-        open_on: Callable[[int], list[int]],
-        workers: Sequence[tuple[int, int]],
-    ) -> None:
-        """`open_on` has the indices of the open devices of a node."""
-        self._holder_of, self._open_on = holder_of, open_on
-        self._workers = workers
+    def __init__(self, devices: CallDevices, workers: Sequence[tuple[int, int]]) -> None:
+        self._devices, self._workers = devices, workers
         self._copies: dict[tuple[int, int], list[torch.UntypedStorage | None]] = {}
 
     def waits_for(self, worker: tuple[int, int]) -> bool:
@@ -118,7 +118,9 @@ class BroadcastTensors:
     def _copy(self, worker: tuple[int, int], storages: list[torch.UntypedStorage]) -> None:
         node, number = worker
         reached = [(node, None), (node, number)]
-        devices = [index for index in self._open_on(node) if self._holder_of(index) in reached]
+        devices = [
+            index for index in self._devices.open_on(node) if self._devices.holder(index) in reached
+        ]
         if not devices:
             return
         self._copies[worker] = [

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
+import itertools
+import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from skyward.calls import tracing
 from skyward.calls.cancelling import Canceller
 from skyward.calls.counts import Counts
-from skyward.calls.debuggers import DebuggerDesk
+from skyward.calls.debuggers import DEBUG_KEY, ENVIRONMENT, DebuggerDesk, debug_mode
+from skyward.calls.device_tensors import BroadcastTensors, CallDevices, DeviceTensors
 from skyward.calls.held import HeldWorkers
 from skyward.calls.lane import Lane, Lanes
 from skyward.calls.loop import Borrower, Loop
-from skyward.calls.nesting import NestedCalls
+from skyward.calls.nesting import Broadcast, NestedCalls
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
+from skyward.calls.results import ResultThread
+from skyward.calls.scheduler import Load
 from skyward.calls.sending import Sending
-from skyward.calls.staying import ArrivedTensors, Staying
+from skyward.calls.staying import ArrivedTensors, Staying, node_of_result
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import (
     WINDOW,
@@ -31,12 +39,14 @@ from skyward.calls.task import (
     StreamItems,
     Task,
     Value,
+    not_the_end,
     remote_failure,
 )
 from skyward.calls.telling import CallTeller
 from skyward.calls.timeouts import Timeouts, timeout_error
 from skyward.console import Console
 from skyward.errors import (
+    ConfigurationError,
     InstanceLostError,
     NodeLostError,
     PoolClosedError,
@@ -45,11 +55,15 @@ from skyward.errors import (
     TaskCancelledError,
 )
 from skyward.events import EventStream
+from skyward.functions import Function, Pending
+from skyward.future import Future as CallFuture
 from skyward.listeners import Tracking
 from skyward.objects.payloads import Pieces
+from skyward.spec import Options
 from skyward.wire import messages
 from skyward.wire.frames import Frame
 from skyward.wire.messages import (
+    AT_BREAKPOINTS,
     AT_FAILURES,
     KEEPING_FRAMES,
     Cancel,
@@ -91,23 +105,32 @@ class Dispatcher:
         packer: Packer,
         prospects: Prospects,
         events: EventStream,
-        nested: NestedCalls,
+        options: Options,
+        devices: CallDevices,
+        broadcast: Broadcast,
     ) -> None:
-        """`nested` makes the calls that tasks ask for."""
+        """`broadcast` makes the broadcasts that tasks ask for."""
+        self.pool = events.pool
+        """The pool's name."""
         self.counts = Counts()
         self.teller = CallTeller(events, Tracking(console.note))
         self.lanes = Lanes()
         self.packer = packer
         self.closed = False
         self._why_closed = CLOSED
+        self._owner = os.getpid()
         self._prospects = prospects
         self._loop = loop
+        self._options, self._devices = options, devices
+        self._ids = itertools.count(1)
         self._canceller = Canceller(loop, self.lanes.drain, console.note)
         self.held = HeldWorkers(self.lanes, console, self.cancel)
         self.timeouts = Timeouts(loop, self.lanes, self.cancel)
         self.debuggers = DebuggerDesk(console, self.timeouts)
         self._sending = Sending()
-        self._nested = nested
+        self._nested = NestedCalls(self, broadcast)
+        self.results = ResultThread(packer, self.cancel)
+        """Uses the results of tasks, on a thread of its own."""
         self._console = console
         self._told_left_out = False
         self.failed: tuple[int, int] | None = None
@@ -183,16 +206,113 @@ class Dispatcher:
         self.teller.retried(task, str(problem))
         self.lanes.requeue([task])
 
+    # Calls become tasks.
+
+    def prepare(
+        self,
+        pending: Pending[Any],
+        *,
+        keep: bool,
+        on: int | None = None,
+        worker: tuple[int, int] | None = None,
+        like: Task | None = None,
+        copies: BroadcastTensors | None = None,
+        pinned: Load[Task] | None = None,
+    ) -> Task:
+        """Encode a call; `keep` copies arguments that the caller may change before they are sent.
+
+        `like` is a task of the same call, whose parcel is used again. Unless a worker is given, the
+        call goes to the node of its device tensors, and the tensors stay there. With `copies`, the
+        worker gets copies of them.
+        """
+        if self.closed or os.getpid() != self._owner:
+            self.check_open()
+        function = pending.use().function
+        if pinned is None and (seat := function.seat) is not None:
+            pinned = self._check_seat(function, seat, free=on is None and worker is None)
+        if pinned is not None:
+            on = pinned.node
+        code = function.code()
+        inputs: list[Iterator[Any]] = []
+        tensors = None
+        if worker is None and "torch" in sys.modules:
+            tensors = DeviceTensors(self._devices, on)
+        if like is not None and not like.inputs:
+            parcel = self.packer.shared(like.parcel)
+        else:
+            refer = tensors if copies is None or worker is None else copies.refer(worker)
+            parcel, inputs = self.packer.call(
+                pending, keep=keep, for_many=worker is not None, refer=refer
+            )
+        if tensors is not None and tensors.holder is not None:
+            on = tensors.holder[0]
+            worker = None if tensors.holder[1] is None else (on, tensors.holder[1])
+        staying = None
+        if function.stays is not None:
+            node = on if worker is None else worker[0]
+            on = node_of_result(function.name, function.stays, node, self._devices.holder)
+            device = functools.partial(self._devices.for_result, function.stays)
+            staying = Staying(device, parcel.encoded.referred)
+        handles = (*code.encoded.handles, *parcel.encoded.handles)
+        awaits = [each for each in handles if isinstance(each, CallFuture)] if handles else ()
+        number = next(self._ids)
+        return Task(
+            number,
+            function.name,
+            self.packer.code(code),
+            parcel,
+            [self.packer.handle(each) for each in handles if each not in awaits] if handles else [],
+            inputs,
+            on=on,
+            worker=worker,
+            pinned=pinned,
+            timeout=self._options.default_timeout if function.timeout is None else function.timeout,
+            retries=function.retries or self._options.retries,
+            staying=staying,
+            trace=tracing.begin(function.name, number, self.pool)
+            if tracing.MODULE in sys.modules
+            else None,
+            cell=None if self._console.shell is None else self._console.cell(),
+            debugged=debug_mode() if DEBUG_KEY in ENVIRONMENT else AT_BREAKPOINTS,
+            awaits=awaits,
+            apart=function.apart,
+        )
+
+    def check_open(self) -> None:
+        """Raise `PoolClosedError` if the pool is closed, or belongs to another process."""
+        if self.closed:
+            raise PoolClosedError(self._why_closed)
+        if os.getpid() != self._owner:
+            raise PoolClosedError(
+                "this pool belongs to the process that made it; a forked child must make its own"
+            )
+
+    def _check_seat(self, function: Function[..., Any], seat: Any, *, free: bool) -> Load[Task]:
+        """The executor of an object whose method is called."""
+        if seat.dispatcher is not self:
+            raise ConfigurationError(
+                f"{function.name} belongs to an object on another pool ({seat.dispatcher.pool}); "
+                "call it there, or make an object on this one"
+            )
+        if not free:
+            raise ConfigurationError(
+                f"{function.name} runs where its object is, on {seat.where}; leave `on` out, and "
+                "use `>>` or `>`, not `@`"
+            )
+        load: Load[Task] = seat.load
+        return load
+
+    def copies(self, workers: Sequence[tuple[int, int]]) -> BroadcastTensors:
+        """Copies of the device tensors of one call, for each of these workers."""
+        return BroadcastTensors(self._devices, workers)
+
     # Tasks go out.
 
-    def run(self, task: Task, submit: Callable[[Task], None] | None = None) -> Any:
-        """Submit a task and wait for its result; an exception meanwhile cancels the task.
-
-        `submit` does that for a task that has to wait for its arguments.
-        """
+    def run(self, task: Task) -> Any:
+        """Submit a task and wait for its result; an exception meanwhile cancels the task."""
         try:
-            if submit is not None:
-                submit(task)
+            if task.awaits:
+                self.submit(task)
             else:
                 self._hand_over(task, reads=True)
             return self.result(task)
@@ -257,8 +377,56 @@ class Dispatcher:
                 self._loop.call_soon(lambda: None)
 
     def submit(self, task: Task) -> None:
-        """Send a task to an executor with a free slot, or queue it."""
-        self._hand_over(task)
+        """Send a task to an executor with a free slot, or queue it, or wait for its arguments."""
+        if task.awaits:
+            self.results.submit_later([task], lambda: self.submit(task))
+        else:
+            self._hand_over(task)
+
+    def future(
+        self,
+        task: Task,
+        finish: Callable[[Any], Any] = lambda value: value,
+        fail: Callable[[], None] = lambda: None,
+    ) -> CallFuture[Any]:
+        """Submit a task; its result comes with the future.
+
+        `finish` makes what the caller gets of what the function returned. `fail` is called if there
+        will be no result.
+        """
+        future: CallFuture[Any] = CallFuture()
+        future._bind(lambda: self.cancel(task), lambda: task.assigned)
+        self.results.after(task, functools.partial(self._settle, task, future, finish, fail))
+        try:
+            self.submit(task)
+        except BaseException:
+            self.cancel(task)
+            raise
+        return future
+
+    def _settle(
+        self,
+        task: Task,
+        future: CallFuture[Any],
+        finish: Callable[[Any], Any],
+        fail: Callable[[], None],
+    ) -> None:
+        if future.cancelled():
+            fail()
+            return
+        try:
+            value = finish(self.result(task))
+        except BaseException as problem:
+            fail()
+            with contextlib.suppress(Exception):  # cancelled in the meantime
+                future.set_exception(not_the_end(problem))
+            return
+        with contextlib.suppress(Exception):  # likewise
+            future.set_result(value)
+
+    def call_soon(self, action: Callable[[], None]) -> None:
+        """Have the pool's thread call a function, which must not wait; never waits itself."""
+        self._loop.call_soon(action)
 
     def _begin(self, task: Task) -> Lane | None:
         """Give a task to an executor with a free slot, which it is to be sent to, or queue it."""
@@ -279,6 +447,9 @@ class Dispatcher:
 
     def submit_all(self, tasks: list[Task]) -> None:
         """Submit tasks together: no other task comes between them on any worker."""
+        if any(task.awaits for task in tasks):
+            self.results.submit_later(tasks, lambda: self.submit_all(tasks))
+            return
         me = threading.get_ident()
         if me in self._inside:
             raise _called_by_handler(tasks[0])
@@ -313,6 +484,9 @@ class Dispatcher:
 
     def submit_nested(self, task: Task) -> None:
         """Queue a task that another task has started; never waits."""
+        if task.awaits:
+            self.results.submit_later([task], lambda: self.submit_nested(task))
+            return
         with self.lanes.lock:
             if self.closed:
                 raise PoolClosedError(self._why_closed)
@@ -751,6 +925,7 @@ class Dispatcher:
 
     def cancel_all(self, why: str, seconds: float) -> None:
         """Cancel every task, and wait for the executors to stop, for so many seconds at most."""
+        self.results.give_up(why)
         with self.lanes.lock:
             unfinished = self.lanes.take_all()
         for task in unfinished:
@@ -761,11 +936,15 @@ class Dispatcher:
                 return
             time.sleep(CANCEL_LOOK_SECONDS)
 
-    def close(self, why: str = "") -> None:
-        """Refuse new tasks; tasks that are not done fail, because of `why` if that is given."""
+    def close(self, why: str = "", refusal: str = "") -> None:
+        """Refuse new tasks; tasks that are not done fail, because of `why` if that is given.
+
+        `refusal` says why new tasks are refused.
+        """
+        self.results.give_up(why or "the pool closed before its arguments came")
         with self.lanes.lock:
             self.closed = True
-            self._why_closed = why or CLOSED
+            self._why_closed = refusal or CLOSED
             unfinished = self.lanes.take_all()
         self.debuggers.close()
         for task in unfinished:
@@ -778,6 +957,11 @@ class Dispatcher:
                 "`with sky.Compute()` block"
             )
             self._fail(task, problem)
+
+    def end_threads(self) -> None:
+        """End what is left when the pool's thread has ended: no result comes any more."""
+        self.results.close()
+        self.packer.close()
 
     @property
     def backlog(self) -> int:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol, Self, TypeVar, overload
 
-from skyward.calls.task import Failed, Task
+from skyward.calls.task import Failed, Task, not_the_end
 from skyward.errors import ConfigurationError
 from skyward.functions import Pending, checked
 from skyward.future import ArrivalSignal, apart
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Runner(Protocol):
-    """What runs the calls: a pool."""
+    """What runs the calls: the dispatcher."""
 
     def prepare(self, pending: Pending[Any], *, keep: bool) -> Task:
         """Encode a call."""
@@ -31,15 +31,6 @@ class Runner(Protocol):
 
     def flush_output(self, task: Task) -> None:
         """Wait until everything the task printed has been shown."""
-
-
-def not_the_end(problem: BaseException) -> BaseException:
-    """The problem, or a RuntimeError for StopIteration, which would end a loop over calls."""
-    if not isinstance(problem, StopIteration):
-        return problem
-    replacement = RuntimeError("the call raised StopIteration")
-    replacement.__cause__ = problem
-    return replacement
 
 
 class Crowd:
@@ -83,9 +74,14 @@ class Flow(Iterator[T]):
     """
 
     def __init__(
-        self, runner: Runner, pendings: Iterator[Pending[Any]], ordered: bool, ahead: int | None
+        self,
+        runner: Runner,
+        pendings: Iterator[Pending[Any]],
+        ordered: bool,
+        ahead: int | None,
     ) -> None:
-        self._runner, self._pendings, self._ordered, self._ahead = runner, pendings, ordered, ahead
+        self._runner, self._pendings = runner, pendings
+        self._ordered, self._ahead = ordered, ahead
         self._tasks: deque[Task] = deque()
         self._ready: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._open: set[Task] = set()

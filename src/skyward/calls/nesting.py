@@ -31,11 +31,7 @@ _staff = Staff("skyward-nested", 64)
 
 
 class NestedRunner(Protocol):
-    """What makes the calls: a pool."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the pool has been taken down."""
+    """What makes the calls: the dispatcher."""
 
     def prepare(self, pending: Pending[Any], *, keep: bool) -> Task:
         """Encode a call."""
@@ -43,15 +39,12 @@ class NestedRunner(Protocol):
     def submit_nested(self, task: Task) -> None:
         """Queue a task that another one has started; never waits."""
 
-    def submit_all(self, tasks: list[Task]) -> None:
-        """Submit tasks together: no other task comes between them on any worker."""
-
     def cancel(self, task: Task) -> None:
         """Give a task up."""
 
 
-Broadcast = Callable[[Any, Pending[Any]], list[Any]]
-"""Makes a call on every worker of a pool."""
+Broadcast = Callable[[Pending[Any], Callable[[list[Task]], None]], list[Any]]
+"""Makes a call on every worker of a pool; the second is told of the tasks, which go out next."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +60,14 @@ class NestedCall:
     """Whether nobody wants the answer any more."""
     wanted: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """The items of a stream that the task has asked for."""
+
+    def goes_on_as(self, tasks: list[Task]) -> None:
+        """Be a broadcast of these tasks, which are cancelled with the call."""
+        self.tasks += tasks
+        for task in tasks:
+            task.depth = self.depth
+        if self.dropped:
+            raise PoolClosedError("the task that asked for this broadcast is gone")
 
 
 @dataclass(slots=True)
@@ -203,7 +204,7 @@ class NestedCalls:
 
     def _run_everywhere(self, call: NestedCall, pending: Pending[Any]) -> None:
         try:
-            found = self._broadcast(_Everywhere(self._runner, call), pending)
+            found = self._broadcast(pending, call.goes_on_as)
             encoded = encoding.encode(found, own_modules=True, what="the results of a broadcast")
         except BaseException as problem:
             self._fail(call, problem)
@@ -255,25 +256,6 @@ def group_is_over(name: str) -> PoolError:
         "lost, a broadcast failed or the number of nodes changed; a new group forms when this task "
         "has ended, and runs broadcasts of the client and of new tasks"
     )
-
-
-class _Everywhere:
-    """The pool, as it makes a broadcast that a task has asked for, and that can be cancelled."""
-
-    def __init__(self, runner: NestedRunner, call: NestedCall) -> None:
-        self._runner, self._call = runner, call
-
-    def submit_all(self, tasks: list[Task]) -> None:
-        """Submit tasks together."""
-        self._call.tasks += tasks
-        for task in tasks:
-            task.depth = self._call.depth
-        if self._call.dropped:
-            raise PoolClosedError("the task that asked for this broadcast is gone")
-        self._runner.submit_all(tasks)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
 
 
 def _run_aside(action: Callable[[], None]) -> None:

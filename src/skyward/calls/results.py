@@ -98,6 +98,7 @@ class ResultThread:
         try:
             for task in wanted:
                 task.handles += [self._packer.handle(_done(each, task)) for each in task.awaits]
+            for task in tasks:
                 task.awaits = ()
             if wanted:
                 submit()

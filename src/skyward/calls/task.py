@@ -430,3 +430,12 @@ def remote_traceback(failure: Failure) -> str:
             lines.append(f"    {source}")
     lines.append(f"{failure.type_name}: {failure.text}" if failure.text else failure.type_name)
     return "\n".join(lines)
+
+
+def not_the_end(problem: BaseException) -> BaseException:
+    """The problem, or a RuntimeError for StopIteration, which would end a loop over calls."""
+    if not isinstance(problem, StopIteration):
+        return problem
+    replacement = RuntimeError("the call raised StopIteration")
+    replacement.__cause__ = problem
+    return replacement

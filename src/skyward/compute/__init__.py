@@ -6,46 +6,75 @@ import asyncio
 import atexit
 import contextlib
 import os
+import re
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextvars import Token
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from skyward import functions
 from skyward.accelerators import Accelerator
+from skyward.calls.flow import Crowd, Flow, Results
+from skyward.calls.task import Task
+from skyward.classes import Making
 from skyward.compute.arguments import new_name, resolve, restored
+from skyward.compute.broadcasting import broadcast
 from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.closing import close_despite_interrupts, not_instead_of
 from skyward.compute.configured import arguments_of
-from skyward.compute.listening import OnEvent, check_callback
-from skyward.compute.looking import Looking
-from skyward.compute.opened import OpenedPool
+from skyward.compute.listening import Listening, OnEvent, check_callback
+from skyward.compute.making import make, make_everywhere, make_later
+from skyward.compute.named.client import NamedCall, NamedCalls
 from skyward.compute.snapshot import snapshot, unstarted
+from skyward.compute.stats import Stats, done, quoted, readiness, stats_of, without_end
+from skyward.compute.values import KeptValue, KeptValues, check_name
+from skyward.console import console_for
 from skyward.console.plain import Quiet
 from skyward.errors import (
+    ConfigurationError,
+    NoDeviceError,
+    PluginError,
     PoolClosedError,
     SkywardError,
     UnavailableError,
     UnreachableError,
 )
-from skyward.former import explained
+from skyward.events import PoolClosed, PoolReady, PoolStarted
+from skyward.files.transfer import Synced
+from skyward.former import METHODS, explained, missing
+from skyward.functions import Function, Pending, as_function, checked
+from skyward.future import Future
+from skyward.groups import InstanceGroup
 from skyward.market import AllocationKind
 from skyward.nodes.failures import shown_from_outside
+from skyward.nodes.fleet import Fleet
 from skyward.nodes.keeping import KeptPool
+from skyward.nodes.node import NodeView
 from skyward.nodes.occupancy import check_jobs
 from skyward.nodes.reaching import Adoption, provider_of
 from skyward.nodes.spec import PoolSpec
-from skyward.plugins.plugin import Plugin
+from skyward.nodes.stacks import Stacks
+from skyward.nodes.usage import NodeUsage
+from skyward.plugins.plugin import Plugin, entered
 from skyward.providers import Provider
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
+from skyward.state.link import StateLink
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+On = int | Literal["head"] | None
+_KIND = re.compile(r"[a-z]+(:[0-9]+)?")
 
 entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
 """Every `Compute` of this process that is entered and not closed."""
 
 
 @explained
-class Compute(Looking):
+class Compute:
     """A set of machines to run functions on.
 
     `name` stands for the pool in messages and in `sky ps`. It is only a name: two pools may have
@@ -123,12 +152,22 @@ class Compute(Looking):
         self._candidates = [Candidate(spec.provider.name, spec)]
         self._choose: Choose | None = None
         """How to choose among the candidates; None if there is nothing to choose."""
-        self._opened: OpenedPool | None = None
         self._on_event = on_event
         self._token: Token[Any] | None = None
         self._pid = os.getpid()
         self._attached = False
         """Whether this is a client of a pool that stays, which `attach` has connected."""
+        self._fleet: Fleet | None = None
+        """The nodes, and with their dispatcher the tasks on them; None before the first start."""
+        self._named: NamedCalls | None = None
+        """The calls by name; None before the first start."""
+        self._was_ready = False
+        self._around = contextlib.ExitStack()
+        """What the plugins have entered for the client."""
+        self._listening: Listening | None = None
+        """Who is told of what happens; None before the start and after the end."""
+        self._ended = False
+        """Whether the pool's last line has been shown."""
 
     @classmethod
     def any(
@@ -209,7 +248,7 @@ class Compute(Looking):
 
         >>> compute = sky.Compute(nodes=2).start()
         """
-        if self._opened is not None and self._opened.was_ready and not self._opened.pool.closed:
+        if self._fleet is not None and self._was_ready and not self._fleet.closed:
             return self
         try:
             self._open()
@@ -253,7 +292,7 @@ class Compute(Looking):
             # The thread goes on in spite of the cancellation, and the pool that it opens must end.
             # A machine may take half an hour: what the thread waits for must end as well.
             while not opening.done():
-                if self._pool is not None and self._pool.nodes:
+                if self._fleet is not None and self._fleet.nodes:
                     await asyncio.to_thread(self.close)
                 await asyncio.wait([opening], timeout=0.05)
             with contextlib.suppress(SkywardError):
@@ -291,17 +330,17 @@ class Compute(Looking):
         return compute
 
     def _open(self) -> None:
-        opened = self._opened
-        if self._attached and opened is not None and not opened.pool.closed:
+        fleet = self._fleet
+        if self._attached and fleet is not None and not fleet.closed:
             self._attached = False
             return
-        if opened is not None:
-            if opened.was_ready or not opened.pool.closed:
+        if fleet is not None:
+            if self._was_ready or not fleet.closed:
                 raise PoolClosedError(
                     f"{self.name} is already entered; make another Compute instead"
                 )
             # It did not start, and nothing of that attempt is left.
-            self._opened = self._pool = None
+            self._fleet = self._named = None
         if self._choose is None:
             self._start(self._spec)
         else:
@@ -317,7 +356,7 @@ class Compute(Looking):
                     return
                 except (UnavailableError, UnreachableError) as failure:
                     # Closed by now: nothing of it is left.
-                    self._opened = self._pool = None
+                    self._fleet = self._named = None
                     Quiet().note(failures.add(candidate, failure))
             else:
                 Quiet().note(failures.add(candidate, problem))
@@ -325,19 +364,61 @@ class Compute(Looking):
 
     def _start(self, spec: PoolSpec, adoption: Adoption | None = None) -> None:
         self._spec = spec
-        opened = self._opened = OpenedPool(spec, self._plugins, adoption)
-        self._pool = opened.pool
+        console = console_for(spec.options.console, several_workers=spec.worker.per_node != 1)
+        fleet = Fleet(spec, console, broadcast, adoption)
+        self._named, self._was_ready, self._ended = NamedCalls(fleet), False, False
+        self._fleet = fleet
         try:
-            opened.start(self, self._on_event)
+            self._begin(fleet, adoption)
         except BaseException:
             self.close()
             raise
         functions.active.append(self)
         entered_computes.add(self)
 
+    def _begin(self, fleet: Fleet, adoption: Adoption | None) -> None:
+        """Start the nodes, and all that is around them."""
+        spec, console, is_new = self._spec, fleet.console, adoption is None
+        started = time.monotonic()
+        count = spec.nodes.desired if adoption is None else len(adoption.machines)
+        self._listening = Listening(fleet, self._on_event, attached=not is_new)
+        fleet.events.emit(PoolStarted, spec.provider.name, count)
+        doing = f"starting {quoted(spec)}" if is_new else "attaching"
+        console.begin(f"{spec.name}: {doing}", count)
+        for note in spec.notes if is_new else ():
+            self._note(note)
+        fleet.start()
+        self._enter_plugins()
+        if spec.keep is not None and is_new:
+            fleet.keep()
+            if warning := without_end(spec, fleet.ledger.hourly_cost):
+                console.note(warning)
+        seconds, there = time.monotonic() - started, sum(node.joined for node in fleet.nodes)
+        ready = readiness(there, spec.nodes, seconds, fleet.ledger.hourly_cost)
+        fleet.events.emit(PoolReady, there, seconds)
+        console.ready(f"{spec.name}: {ready}")
+        # The block's output must follow this line, and not disturb a display that is redrawn.
+        console.drain()
+        self._was_ready = True
+
+    def _enter_plugins(self) -> None:
+        for plugin in self._plugins:
+            if plugin.around_client is None:
+                continue
+            try:
+                self._around.enter_context(entered(plugin.around_client, self))
+            except Exception as problem:
+                raise PluginError(
+                    f"plugin {plugin.name!r}: its around_client failed: "
+                    f"{type(problem).__name__}: {problem}"
+                ) from problem
+
+    def _note(self, text: str) -> None:
+        self._open_fleet.console.note(f"{self.name}: {text}")
+
     def _hurry(self) -> None:
-        if self._pool is not None:
-            self._pool.hurry()
+        if self._fleet is not None:
+            self._fleet.hurry()
 
     def close(self, seconds: float = 5.0) -> None:
         """Take everything down; leaving the `with` block does this for you.
@@ -347,11 +428,46 @@ class Compute(Looking):
         close_despite_interrupts(lambda: self._take_down(seconds), self._hurry)
 
     def _take_down(self, seconds: float = 5.0) -> None:
+        """Take everything down, or leave a pool that stays; a second call does nothing more.
+
+        Whatever fails of it, all of it is done; then the failure is raised.
+        """
         if self in functions.active:
             functions.active.remove(self)
         entered_computes.discard(self)
-        if self._opened is not None and os.getpid() == self._pid:
-            self._opened.close(seconds)
+        fleet = self._fleet
+        if fleet is None or os.getpid() != self._pid:
+            return
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._end, fleet, seconds)
+            if fleet.stays and not fleet.closed:
+                last_first.callback(fleet.devices.finish, self._note)
+            last_first.callback(self._around.close)
+
+    def _end(self, fleet: Fleet, seconds: float) -> None:
+        stays = ""
+        self._calls.leave()
+        if fleet.stays and not fleet.closed:
+            fleet.detach(seconds)
+            stays = f"it stays, until `sky down {self.name}`"
+        else:
+            fleet.close(seconds)
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            fleet.events.emit(PoolClosed, fleet.ledger.cost)
+            listening.close()
+        if not self._ended:
+            self._ended = True
+            fleet.console.close(self._last_line(fleet, stays))
+
+    def _last_line(self, fleet: Fleet, stays: str) -> str:
+        receipt = fleet.ledger.receipt()
+        if self._was_ready:
+            counts = fleet.dispatcher.counts
+            calls = done(counts) if counts.submitted else ""
+            parts = [each for each in (calls, receipt, stays) if each]
+            return f"{self.name}: {'; '.join(parts) or 'closed'}"
+        return f"{self.name}: did not start; {receipt}" if receipt else ""
 
     def down(self, *, force: bool = False) -> None:
         """End a pool that stays, for all its clients.
@@ -361,12 +477,436 @@ class Compute(Looking):
 
         >>> sky.attach("train").down()
         """
-        pool = self._open_pool
-        with pool.lock(force=force):
+        fleet = self._open_fleet
+        with fleet.lock(force=force):
             if not force:
-                check_jobs(self.name, [each.index for each in pool.nodes], pool.service)
-            close_despite_interrupts(pool.close, self._hurry)
+                check_jobs(self.name, [each.index for each in fleet.nodes], fleet.service)
+            close_despite_interrupts(fleet.close, self._hurry)
         self.close()
+
+    @property
+    def _open_fleet(self) -> Fleet:
+        """The fleet; raises `PoolClosedError` if there is none yet."""
+        if self._fleet is None:
+            raise self._not_entered()
+        return self._fleet
+
+    def _not_entered(self) -> PoolClosedError:
+        return PoolClosedError(
+            f"{self.name} has not been entered; write `with sky.Compute() as compute:` first, "
+            "or call compute.start()"
+        )
+
+    # Running calls.
+
+    @overload
+    def run(self, pending: Pending[T], on: On = None) -> T: ...
+    @overload
+    def run(self, pending: Making[T], on: On = None) -> T: ...
+    def run(self, pending: Pending[Any] | Making[Any], on: On = None) -> Any:
+        """Run on one node and wait; the same as `pending >> compute`.
+
+        >>> compute.run(train(x), on="head")
+        """
+        fleet = self._fleet
+        if fleet is None or fleet.deliveries.follows:
+            fleet = self._fleet_for_calls()
+        if isinstance(pending, Making):
+            return make(fleet, pending, self._index(on))
+        node, calls = None if on is None else self._index(on), fleet.dispatcher
+        return calls.run(calls.prepare(checked(pending), on=node, keep=False))
+
+    @overload
+    def submit(
+        self, pending: Pending[T], on: On = None, *, name: str | None = None
+    ) -> Future[T]: ...
+    @overload
+    def submit(self, pending: Making[T], on: On = None) -> Future[T]: ...
+    def submit(
+        self, pending: Pending[Any] | Making[Any], on: On = None, *, name: str | None = None
+    ) -> Future[Any]:
+        """Run on one node and don't wait; the same as `pending > compute`.
+
+        With a name, the call goes on when this client leaves the pool, which must be one that
+        stays; `compute.result(name)` gets its result, from any client of the pool.
+
+        >>> future = compute.submit(train(x), on=1)
+        >>> compute.submit(train(x), name="run-7")
+        """
+        fleet = self._fleet_for_calls()
+        if name is not None:
+            return self._submit_named(pending, name, on=self._index(on), everywhere=False)
+        if isinstance(pending, Making):
+            return make_later(fleet, pending, self._index(on))
+        calls = fleet.dispatcher
+        return calls.future(calls.prepare(checked(pending), on=self._index(on), keep=True))
+
+    @overload
+    def broadcast(
+        self, pending: Pending[T], on: None = None, *, name: None = None, fail_fast: bool = False
+    ) -> list[T]: ...
+    @overload
+    def broadcast(
+        self, pending: Pending[T], on: None = None, *, name: str, fail_fast: bool = False
+    ) -> Future[list[T]]: ...
+    @overload
+    def broadcast(
+        self, pending: Making[T], on: None = None, *, name: None = None, fail_fast: bool = False
+    ) -> InstanceGroup[T]: ...
+    def broadcast(
+        self,
+        pending: Pending[Any] | Making[Any],
+        on: None = None,
+        *,
+        name: str | None = None,
+        fail_fast: bool = False,
+    ) -> Any:
+        """Run on every worker at once; the same as `pending @ compute`.
+
+        With `fail_fast`, it ends as soon as one worker has failed: the others are cancelled.
+        Otherwise it waits for all; in a pool whose workers are a process group, those that are left
+        are cancelled after `Options.fail_grace`.
+
+        With a name, the broadcast is not waited for: the result is a `Future`, and the broadcast
+        goes on when this client leaves, as with `submit`.
+
+        >>> results = compute.broadcast(train())
+        >>> compute.broadcast(train(), name="run-8")
+        """
+        fleet = self._fleet_for_calls()
+        if on is not None:
+            raise ConfigurationError(f"broadcast(on={on!r}): a broadcast runs everywhere; use run")
+        if not isinstance(fail_fast, bool):
+            raise ConfigurationError(f"broadcast(fail_fast={fail_fast!r}): give True or False")
+        if name is not None:
+            return self._submit_named(pending, name, on=None, everywhere=True, fail_fast=fail_fast)
+        if isinstance(pending, Making):
+            return make_everywhere(fleet, pending, fail_fast=fail_fast)
+        return broadcast(fleet, checked(pending), fail_fast=fail_fast)
+
+    def run_all(self, pendings: Sequence[Pending[Any]]) -> list[Any]:
+        """Run different calls in parallel and wait for all; the first failure is raised.
+
+        >>> compute.run_all([a(), b()])
+        """
+        calls = self._fleet_for_calls().dispatcher
+        tasks: list[Task] = []
+        crowd = Crowd()
+        try:
+            for pending in pendings:
+                task = calls.prepare(checked(pending), keep=True)
+                task.when_done(crowd.left)
+                crowd.joined()
+                tasks.append(task)
+                calls.submit(task)
+            failed = crowd.wait()
+            if failed is not None:
+                calls.result(failed)
+            return [calls.result(task) for task in tasks]
+        except BaseException:
+            for task in tasks:
+                if task.cancellable:
+                    calls.cancel(task)
+            raise
+
+    def stream_all(self, pendings: Sequence[Pending[Any]], *, ordered: bool) -> Iterator[Any]:
+        """Run different calls in parallel, yielding results as they come or in order.
+
+        >>> for result in compute.stream_all([f(1), f(2)], ordered=False): ...
+        """
+        calls = self._fleet_for_calls().dispatcher
+        flow: Flow[Any] = Flow(calls, iter(pendings), ordered, ahead=None)
+        flow.fill()
+        return flow
+
+    @overload
+    def map(
+        self, fn: Function[..., T], *iterables: Iterable[Any], ordered: bool = True
+    ) -> Results[T]: ...
+    @overload
+    def map(
+        self, fn: Callable[..., T], *iterables: Iterable[Any], ordered: bool = True
+    ) -> Results[T]: ...
+    def map(
+        self, fn: Callable[..., Any], *iterables: Iterable[Any], ordered: bool = True
+    ) -> Results[Any]:
+        """Make one call per item; only a limited number of calls run ahead of the consumer.
+
+        The results come one by one and are not kept. An index waits for all of them and keeps them.
+
+        >>> for score in compute.map(evaluate, range(1000)): ...
+        """
+        if not iterables:
+            raise ConfigurationError("map: give at least one iterable")
+        for values in iterables:
+            if not hasattr(values, "__iter__") and not hasattr(values, "__getitem__"):
+                raise ConfigurationError(
+                    f"map({fn!r}, {values!r}): that is not iterable; give a "
+                    "list or another iterable for each argument"
+                )
+        call = as_function(fn)
+        fleet = self._fleet_for_calls()
+        pendings = (call(*items) for items in zip(*iterables, strict=False))
+        sizes = [len(values) if isinstance(values, Sized) else None for values in iterables]
+        known = [size for size in sizes if size is not None]
+        count = min(known) if len(known) == len(sizes) else None
+        ahead = 4 * fleet.slots() + 16
+        results: Results[Any] = Results(fleet.dispatcher, pendings, ordered, ahead, count)
+        results.fill()
+        return results
+
+    def _fleet_for_calls(self) -> Fleet:
+        fleet = self._open_fleet
+        if fleet.deliveries.follows:
+            fleet.before_calls()
+        return fleet
+
+    def _index(self, on: On) -> int | None:
+        if on is None:
+            return None
+        if on == "head":
+            return 0
+        # Node 0 is the first that a pool without nodes starts.
+        count = max(1, len(self._open_fleet.nodes))
+        if isinstance(on, bool) or not isinstance(on, int) or not 0 <= on < count:
+            raise ConfigurationError(f"on={on!r}: give 'head' or a node from 0 to {count - 1}")
+        return on
+
+    # Calls by name.
+
+    def _submit_named(
+        self,
+        pending: Any,
+        name: str,
+        *,
+        on: int | None,
+        everywhere: bool,
+        fail_fast: bool = False,
+    ) -> Future[Any]:
+        if isinstance(pending, Making):
+            raise ConfigurationError(
+                f"name={name!r}: an object of {pending.name} lives with its client; make it inside "
+                "a function, and name the call of that function"
+            )
+        return self._calls.submit(
+            checked(pending), name, on=on, everywhere=everywhere, fail_fast=fail_fast
+        )
+
+    def result(self, name: str, timeout: float | None = None) -> Any:
+        """Wait for a call by its name; returns its value, or raises its exception.
+
+        Any client of the pool may ask, as often as it likes. After `timeout` seconds it raises
+        `TimeoutError`, and the call goes on.
+
+        >>> sky.attach("train").result("run-7")
+        """
+        return self._calls.result(name, timeout)
+
+    def calls(self) -> list[NamedCall]:
+        """The calls that have names, in the order in which they were made, with their states.
+
+        >>> [call.name for call in compute.calls() if call.state == "running"]
+        """
+        return self._calls.all()
+
+    def cancel(self, name: str) -> None:
+        """End a call by its name: its worker is interrupted. A call that has ended stays as it is.
+
+        >>> compute.cancel("run-7")
+        """
+        self._calls.cancel(name)
+
+    @property
+    def _calls(self) -> NamedCalls:
+        if self._named is None:
+            raise self._not_entered()
+        return self._named
+
+    # Values by name.
+
+    def keep(self, name: str, value: object) -> None:
+        """Keep a value on the pool by name, in place of an earlier one, until `forget`.
+
+        Tensors of a sky device, such as those of a model or a state dict, stay on the device as
+        they are: nothing is copied, and what is written to them later is kept as well. All else is
+        kept in the memory of the node: the device's, or the head node.
+
+        >>> compute.keep("model", model)
+        """
+        KeptValues(self._open_fleet).keep(name, value)
+
+    def kept(self, name: str) -> Any:
+        """The value that was kept by that name; tensors of a device are on the device again.
+
+        They are the tensors that were kept, not copies, unless another client that is attached now
+        has them on its device. If this client's device is another process than theirs, they are on
+        a sky device of their own: see `tensor.device`. Objects are of the classes that this process
+        has imported.
+
+        >>> model = sky.attach("train").kept("model")
+        """
+        return KeptValues(self._open_fleet).get(name)
+
+    def kept_names(self) -> list[str]:
+        """The names of the values that the pool keeps; `kept_values` says more of them."""
+        return [each.name for each in self.kept_values()]
+
+    def kept_values(self) -> list[KeptValue]:
+        """The values that the pool keeps: where each is, and how large.
+
+        >>> sum(each.bytes for each in compute.kept_values() if each.device == "cuda")
+        """
+        return KeptValues(self._open_fleet).all()
+
+    def forget(self, name: str) -> None:
+        """Discard what was kept by that name; nothing happens if there is nothing.
+
+        That is a value of `keep`, or the result of a named call that has ended. The memory of a
+        value's tensors is free when no client uses them any more.
+        """
+        check_name(name, "forget")
+        if self._open_fleet.stays:
+            self._calls.forget(name)
+        KeptValues(self._open_fleet).forget(name)
+
+    # Files.
+
+    def sync(self) -> Synced:
+        """Send the nodes what has changed in the project, and remove there what was removed here.
+
+        Modules that a worker has imported are not imported again.
+
+        >>> compute.sync().files
+        """
+        if not self._open_fleet.deliveries.follows:
+            raise ConfigurationError(
+                "sync(): the nodes follow no folder; write sky.Compute(..., project='.')"
+            )
+        return self._open_fleet.sync()
+
+    def write_back(self) -> Synced:
+        """Write what functions have written into volumes to where the volumes come from.
+
+        That happens by itself when the pool ends.
+
+        >>> compute.write_back().files
+        """
+        return self._open_fleet.write_back()
+
+    # The nodes, and their devices and numbers.
+
+    def device(self, kind: str = "auto", index: int = 0, *, node: int = 0) -> torch.device:
+        """A torch device on a node: put tensors on it and go on in plain PyTorch.
+
+        `kind` is what the node has: "cuda", "cuda:1", "cpu", "mps", or "auto" for the best of it.
+
+        >>> model.to(compute.device("cuda"))
+        """
+        if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+            raise NoDeviceError(
+                f"device({kind!r}): there is no such device; give 'cuda', 'cuda:1', 'cpu', 'mps' "
+                "or 'auto'"
+            )
+        if index and ":" in kind:
+            raise NoDeviceError(
+                f"device({kind!r}, {index!r}): the index is there twice; write "
+                f"device({kind!r}), or device({kind.partition(':')[0]!r}, {index!r})"
+            )
+        if index:
+            kind = f"{kind}:{index}"
+        try:
+            import torch
+        except ModuleNotFoundError as problem:
+            raise NoDeviceError(
+                f"device({kind!r}): this needs torch, also where the script runs; install it with: "
+                "pip install 'skyward-torch[torch]'"
+            ) from problem
+        kind = os.environ.get("SKYWARD_DEVICE") or kind
+        fleet = self._open_fleet
+        fleet.dispatcher.check_open()
+        return torch.device("sky", fleet.devices.get(node, kind))
+
+    def devices(self, kind: str = "auto") -> list[torch.device]:
+        """A torch device on every node that has started.
+
+        >>> first, second = compute.devices("cpu")
+        """
+        there = [node for node in self.nodes if node.state not in ("starting", "failed")]
+        return [self.device(kind, node=node.node) for node in there]
+
+    @property
+    def nodes(self) -> list[NodeView]:
+        """The nodes as they are now: state, address, accelerator, running tasks."""
+        return self._open_fleet.views()
+
+    def resize(self, nodes: int | tuple[int, int] | Nodes, *, force: bool = False) -> None:
+        """Grow or shrink to that many nodes; `(min, max)` and `Nodes` set new bounds as well.
+
+        Returns when that many nodes are ready; with bounds, when `min` nodes are ready. A pool that
+        stays does not shrink while other clients are attached, calls by name go on or scripts run
+        on it: the error names them. `force` shrinks it all the same.
+
+        >>> compute.resize(4)
+        >>> compute.resize(sky.Nodes(8, min=4))
+        """
+        if isinstance(nodes, (tuple, list, Nodes)):
+            if self._open_fleet.stays and not Nodes.of(nodes).floor:
+                raise ConfigurationError(
+                    f"resize({nodes!r}): a pool that stays has at least one node, which knows its "
+                    "clients; give (1, n)"
+                )
+            self._open_fleet.resize(Nodes.of(nodes), force=force)
+            return
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+            raise ConfigurationError(
+                f"resize({nodes!r}): give a whole number of nodes, 1 or more, (min, max) or Nodes"
+            )
+        self._open_fleet.resize(nodes, force=force)
+
+    def current_nodes(self) -> int:
+        """How many nodes are ready now.
+
+        >>> compute.current_nodes()
+        2
+        """
+        return sum(view.state == "ready" for view in self._open_fleet.views())
+
+    def stats(self) -> Stats:
+        """The pool's numbers so far: calls, losses, bytes and cost.
+
+        >>> compute.stats().succeeded
+        """
+        return stats_of(self._open_fleet)
+
+    def usage(self, node: int = 0) -> NodeUsage | None:
+        """How busy a node is: processors, memory and GPUs; None if it does not answer now.
+
+        Functions that run on the node do not hold up the answer.
+
+        >>> compute.usage().cpu_percent
+        """
+        return self._open_fleet.usage(node)
+
+    def stacks(self) -> Stacks:
+        """Where every worker is: the stacks of all its threads, and the tasks that it runs.
+
+        The nodes' agents answer, also for a worker that hangs in C code.
+
+        >>> print(compute.stacks())
+        """
+        return self._open_fleet.stacks()
+
+    def state_link(self) -> StateLink:
+        """The way to the shared state, for `sky.dict` and the others."""
+        return self._open_fleet.state
+
+    def take_numbers(self, values: dict[str, float], step: int | None) -> None:
+        """Take what the client logs, for `sky.log`."""
+        self._open_fleet.dispatcher.teller.logged_here(values, step)
+
+    def worker_count(self) -> int:
+        """How many workers there are now."""
+        return len(self._open_fleet.workers())
 
     def ui(self, *, host: str = "127.0.0.1", port: int = 0) -> str:
         """Serve a page that shows this process's pools; returns its URL, which has a secret token.
@@ -375,26 +915,34 @@ class Compute(Looking):
 
         >>> print(compute.ui())
         """
-        showing = None if self._open_pool.closed or self._opened is None else self._opened.showing
-        if showing is None:
+        listening = None if self._open_fleet.closed else self._listening
+        if listening is None:
             raise PoolClosedError(f"{self.name} is closed; its page ended with it")
-        return showing.serve(host, port)
+        return listening.serve_page(host, port)
 
     def __repr__(self) -> str:
-        if self._pool is None:
+        if self._fleet is None:
             state = "not entered"
-        elif self._pool.closed:
+        elif self._fleet.closed:
             state = "closed"
         else:
-            count = len(self._pool.nodes)
+            count = len(self._fleet.nodes)
             state = "1 node" if count == 1 else f"{count} nodes"
         return f"<sky.Compute {self.name}: {state}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: nodes, their states, what they run and how busy they are."""
-        if self._pool is None:
+        if self._fleet is None:
             return unstarted(self.name, self._spec)
-        return snapshot(self.name, self._pool)
+        return snapshot(self.name, self._fleet)
+
+    if not TYPE_CHECKING:
+        # Hidden from type checkers: to them, every name would be an attribute.
+        def __getattr__(self, name: str) -> Any:
+            if name in METHODS:
+                raise missing("Compute", name, METHODS)
+            # Once more, for the error: a property may have raised it.
+            return object.__getattribute__(self, name)
 
 
 @atexit.register

@@ -25,8 +25,8 @@ from skyward.errors import (
     WorkerDiedError,
 )
 from skyward.functions import Pending
+from skyward.nodes.fleet import Fleet
 from skyward.nodes.node import LOST_SECONDS
-from skyward.pool import Pool
 from skyward.wire.messages import KEEPING_FRAMES
 from skyward.worker import failures
 
@@ -44,17 +44,31 @@ STRANDED_SECONDS = 1.0
 """How often it is looked whether ranks of a group wait for each other in different groups."""
 
 
-def broadcast(pool: Pool, pending: Pending[T], *, fail_fast: bool = False) -> list[T]:
-    """Run a call on every worker and return the results; `BroadcastError` if any of them fails."""
+def broadcast(
+    fleet: Fleet,
+    pending: Pending[T],
+    begun: Callable[[list[Task]], None] = lambda tasks: None,
+    *,
+    fail_fast: bool = False,
+) -> list[T]:
+    """Run a call on every worker and return the results; `BroadcastError` if any of them fails.
+
+    `begun` is told of the tasks before they go out.
+    """
     refuse_one_shot_streams(pending)
     function = pending.function
     fast = fail_fast or function.fail_fast
-    outcomes, first = run_ranks(pool, pending, Ranks.outcomes, pool.console.note, fail_fast=fast)
+
+    def run(ranks: Ranks) -> tuple[list[Outcome], int | None]:
+        begun(ranks.tasks)
+        return ranks.outcomes()
+
+    outcomes, first = run_ranks(fleet, pending, run, fleet.console.note, fail_fast=fast)
     return values_of(function.name, outcomes, first)
 
 
 def outcomes_of(
-    pool: Pool,
+    fleet: Fleet,
     name: str,
     workers: Sequence[tuple[int, int]],
     tasks: list[Task],
@@ -62,13 +76,13 @@ def outcomes_of(
     fail_fast: bool = False,
 ) -> list[Any]:
     """Run tasks at once, each on its worker; their results, or `BroadcastError` if any fails."""
-    with Ranks(pool, name, workers, tasks, pool.console.note, fail_fast=fail_fast) as ranks:
+    with Ranks(fleet, name, workers, tasks, fleet.console.note, fail_fast=fail_fast) as ranks:
         found = ranks.outcomes()
     return values_of(name, *found)
 
 
 def run_ranks(
-    pool: Pool,
+    fleet: Fleet,
     pending: Pending[Any],
     run: Callable[[Ranks], R],
     note: Callable[[str], None],
@@ -81,14 +95,14 @@ def run_ranks(
     Without a group, each worker is retried by itself.
     """
     function, retries = pending.function, 0
-    if pool.group.together:
-        retries = function.retries or pool.spec.options.retries
+    if fleet.preparer.together:
+        retries = function.retries or fleet.spec.options.retries
     tries = 0
     while True:
-        workers, tasks = prepared(pool, pending)
+        workers, tasks = prepared(fleet, pending)
         left = retries - tries
         with Ranks(
-            pool, function.name, workers, tasks, note, fail_fast=fail_fast, retries=left
+            fleet, function.name, workers, tasks, note, fail_fast=fail_fast, retries=left
         ) as ranks:
             found = run(ranks)
         problem = ranks.why_again()
@@ -98,19 +112,19 @@ def run_ranks(
         which = f"retry {tries} of {retries}"
         again = "the workers form a new group, and all ranks run again"
         note(f"{shortened(problem)}; {again} ({which})")
-        pool.counts.retried += len(tasks)
+        fleet.dispatcher.counts.retried += len(tasks)
 
 
-def prepared(pool: Pool, pending: Pending[Any]) -> tuple[list[tuple[int, int]], list[Task]]:
+def prepared(fleet: Fleet, pending: Pending[Any]) -> tuple[list[tuple[int, int]], list[Task]]:
     """The workers of a pool, and a task of the call for each."""
-    pool.wake()
-    workers = pool.workers()
+    fleet.wake()
+    workers, calls = fleet.workers(), fleet.dispatcher
     tasks: list[Task] = []
     like: Task | None = None
-    copies = pool.copies(workers)
+    copies = calls.copies(workers)
     for place in workers:
         before = None if copies.waits_for(place) else like
-        task = pool.prepare(pending, worker=place, keep=False, like=before, copies=copies)
+        task = calls.prepare(pending, worker=place, keep=False, like=before, copies=copies)
         if not task.parcel.encoded.referred:
             like = task
         tasks.append(task)
@@ -129,7 +143,7 @@ class Ranks:
 
     def __init__(
         self,
-        pool: Pool,
+        fleet: Fleet,
         name: str,
         workers: Sequence[tuple[int, int]],
         tasks: list[Task],
@@ -143,11 +157,12 @@ class Ranks:
         `retries` is how often all ranks of a group may run again.
         """
         self.workers, self.tasks = workers, tasks
-        self._pool, self._name, self._note, self._retries = pool, name, note, retries
-        self._grouped = pool.group.together and len(tasks) > 1
+        self._dispatcher, self._group = fleet.dispatcher, fleet.preparer
+        self._name, self._note, self._retries = name, note, retries
+        self._grouped = fleet.preparer.together and len(tasks) > 1
         self._grace = 0.0 if fail_fast else None
         if self._grouped and not fail_fast:
-            self._grace = pool.spec.options.fail_grace
+            self._grace = fleet.spec.options.fail_grace
         # Numbers, not tasks: these must not keep each other, and so their results, alive.
         self._heard: queue.SimpleQueue[int] = queue.SimpleQueue()
         """The ranks that have answered, and once more those whose streams have ended."""
@@ -159,12 +174,12 @@ class Ranks:
         """How many failures the user has been told of."""
         self._tell_at: float | None = None
         self._cancel_at: float | None = None
-        if pool.group.begin_broadcast():
+        if fleet.preparer.begin_broadcast():
             self._tell_regrouped()
         for rank, task in enumerate(tasks):
             task.together = tasks
             task.when_done(functools.partial(_hear, self._heard, rank))
-            if pool.group.together:
+            if fleet.preparer.together:
                 # The group that the rank would return to is gone.
                 task.retries = 0
 
@@ -185,13 +200,13 @@ class Ranks:
     def _end(self, *, interrupted: bool) -> None:
         if interrupted:
             for task in self.tasks:
-                self._pool.cancel(task)
+                self._dispatcher.cancel(task)
         for task in self.tasks:
             task.together = ()
         if self._grouped and (interrupted or not self._in_step()):
             # A worker keeps the frames of a task that failed, for a debugger, until its next task.
             debugged = not interrupted and any(t.debugged >= KEEPING_FRAMES for t in self.tasks)
-            ends = self._pool.group.leave(self.tasks, at_next_broadcast=debugged)
+            ends = self._group.leave(self.tasks, at_next_broadcast=debugged)
             # A worker that has died has ended the group already.
             died = any(isinstance(_problem(task), DEATHS) for task in self.tasks)
             if (ends or died) and not debugged and self.why_again() is None:
@@ -205,7 +220,7 @@ class Ranks:
 
     def outcomes(self) -> tuple[list[Outcome], int | None]:
         """Run the tasks: what came of each, and which failed first."""
-        self._pool.submit_all(self.tasks)
+        self._dispatcher.submit_all(self.tasks)
         self.wait()
         answers = [task.wait() for task in self.tasks]
         first = first_failed(answers)
@@ -214,7 +229,7 @@ class Ranks:
             if first is not None and task.stream is not None:
                 answer = task.stream.problem or answer
             try:
-                self._pool.flush_output(task)
+                self._dispatcher.flush_output(task)
                 found.append(Outcome(node, worker, answer.get()))
             except Exception as problem:
                 found.append(Outcome(node, worker, error=problem))
@@ -239,7 +254,7 @@ class Ranks:
         others are cancelled: then nobody gets the streams.
         """
         while self._unanswered or (self._left and (streams or self._is_in_vain())):
-            now = self._pool.timeouts.now()
+            now = self._dispatcher.timeouts.now()
             if self._tell_at is not None and now >= self._tell_at:
                 self._tell_at = None
                 self._tell(now)
@@ -263,7 +278,7 @@ class Ranks:
         if self._failure(rank) is None:
             return
         self._failed.append(rank)
-        now = self._pool.timeouts.now()
+        now = self._dispatcher.timeouts.now()
         if len(self._failed) == 1 and self._grace is not None:
             self._cancel_at = now + self._grace
         if self._tell_at is None and self._grace != 0.0:
@@ -279,19 +294,19 @@ class Ranks:
 
     def _next(self, seconds: float | None) -> int | None:
         """The next rank that is heard of; None after so many seconds, or a look at the group."""
-        together = self._pool.group.together
+        together = self._group.together
         if together:
             seconds = min(STRANDED_SECONDS, STRANDED_SECONDS if seconds is None else seconds)
         with contextlib.suppress(queue.Empty):
             return self._heard.get(timeout=None if seconds is None else max(0.0, seconds))
-        for task in self._pool.group.stranded(self.tasks) if together else ():
+        for task in self._group.stranded(self.tasks) if together else ():
             problem: SkywardError = WorkerDiedError(
                 f"{task.name} cannot run in the group of the other ranks: a worker of that group "
                 "was lost, or the number of nodes changed, before it began"
             )
             if task.depth:
                 problem = group_is_over(task.name)
-            self._pool.cancel(task, problem)
+            self._dispatcher.cancel(task, problem)
         return None
 
     def _tell(self, now: float) -> None:
@@ -316,13 +331,13 @@ class Ranks:
         if first is not None:
             because = f", because {self._place(first)} failed: {self._why(first)}"
         left = [self.tasks[rank] for rank in sorted(self._left)]
-        self._pool.timeouts.look_at(left, LOOK_SECONDS)
+        self._dispatcher.timeouts.look_at(left, LOOK_SECONDS)
         for task in left:
             if _has_ended(task):
                 continue
             where = f" on {task.load.where}" if task.load is not None else " before it began"
             text = f"{task.name} was cancelled{where}{because}"
-            self._pool.cancel(task, standing_at(task, TaskCancelledError, text))
+            self._dispatcher.cancel(task, standing_at(task, TaskCancelledError, text))
 
     def _place(self, rank: int) -> str:
         return f"rank {rank} (node {self.workers[rank][0]})"

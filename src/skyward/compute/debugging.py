@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from skyward import functions
 from skyward.calls.debuggers import ON_FAILURES, VARIABLE, debug_mode
-from skyward.compute.running import Running
+from skyward.compute import Compute
 from skyward.errors import ConfigurationError, DebuggerError, PoolClosedError
 from skyward.functions import Function
 from skyward.wire.messages import AT_BREAKPOINTS, NEVER, POST_MORTEM
 
 
 def post_mortem(
-    compute: Running | None = None, *, node: int | None = None, worker: int = 0
+    compute: Compute | None = None, *, node: int | None = None, worker: int = 0
 ) -> None:
     """Open a debugger in the frames of the call that failed last, on the worker where it ran.
 
@@ -26,25 +26,25 @@ def post_mortem(
             f"workers keep nothing of a call that fails; set {VARIABLE}=1 before you make the call"
         )
     found = compute or functions.active_compute()
-    if not isinstance(found, Running):
+    if not isinstance(found, Compute):
         raise PoolClosedError(
             "no Compute is active here, and the workers of one that is left are gone: call "
             f"sky.post_mortem() inside the `with` block, or set {VARIABLE}={ON_FAILURES}"
         )
-    pool = found._open_pool
+    fleet = found._open_fleet
     if node is None:
-        if pool.failed is None:
+        if fleet.dispatcher.failed is None:
             raise DebuggerError(f"no call has failed on this pool since {VARIABLE} was set")
-        node, worker = pool.failed
-    elif (node, worker) not in pool.workers():
+        node, worker = fleet.dispatcher.failed
+    elif (node, worker) not in fleet.workers():
         raise ConfigurationError(
             f"post_mortem(node={node!r}, worker={worker!r}): the pool's workers are "
-            f"{pool.workers()}"
+            f"{fleet.workers()}"
         )
     pending = Function(_look_back, name="post_mortem")()
-    task = pool.prepare(pending, worker=(node, worker), keep=True)
+    task = fleet.dispatcher.prepare(pending, worker=(node, worker), keep=True)
     task.debugged, task.timeout = POST_MORTEM, None
-    pool.run(task)
+    fleet.dispatcher.run(task)
 
 
 def _look_back() -> None:

@@ -35,14 +35,14 @@ class Home:
 
     def run(self, pending: Pending[T]) -> T:
         """Run a call on the node and wait; the call takes its turn among the node's calls."""
-        pool = self.compute._open_pool
+        calls = self.compute._open_fleet.dispatcher
         alone = None if self.worker is None else (self.node, self.worker)
-        task = pool.prepare(pending, keep=False, on=self.node, worker=alone)
+        task = calls.prepare(pending, keep=False, on=self.node, worker=alone)
         notice = threading.Timer(NOTICE_SECONDS, self._tell_waiting, (task,))
         notice.daemon = True
         notice.start()
         try:
-            result: T = pool.run(task)
+            result: T = calls.run(task)
             return result
         finally:
             notice.cancel()
@@ -67,9 +67,9 @@ class Home:
 def home_of(device: torch.device) -> Home | None:
     """Where a sky device is; None if the device belongs to no open pool of this process."""
     for compute in list(entered_computes):
-        pool = compute._pool
-        if pool is not None and not pool.closed:
-            holder = pool.device_holder(device.index)
+        fleet = compute._fleet
+        if fleet is not None and not fleet.closed:
+            holder = fleet.devices.holder(device.index)
             if holder is not None:
                 return Home(compute, *holder)
     return None

@@ -1,14 +1,20 @@
-"""Listening: who gets the events of a `Compute`: its callback, its log, and trackers."""
+"""Listening: who is told what happens in a `Compute`: callback, log, trackers and the page."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from skyward.errors import ConfigurationError
 from skyward.events import Event
 from skyward.listeners import EventListener, json_log
-from skyward.pool import Pool
+from skyward.nodes.fleet import Fleet
+from skyward.page.door import door
+from skyward.page.hub import hub
+
+if TYPE_CHECKING:
+    from skyward.page.server import PageServer
 
 VARIABLE = "SKYWARD_LOG"
 OnEvent = Callable[[Event], object]
@@ -23,41 +29,51 @@ def check_callback(on_event: OnEvent | None) -> None:
 
 
 class Listening:
-    """The listeners of one pool."""
+    """The listeners of one pool, and the pool's place on the pages of this process and `sky ui`."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        on_event: OnEvent | None,
-        note: Callable[[str], None],
-        *,
-        attached: bool = False,
-    ) -> None:
-        """`note` shows a problem of a listener to the user.
-
-        The options of a pool that one is `attached` to are those of the client that made it.
-        """
-        self._pool = pool
+    def __init__(self, fleet: Fleet, on_event: OnEvent | None, *, attached: bool = False) -> None:
+        """The options of a pool that one is `attached` to are those of the client that made it."""
+        self._fleet = fleet
         self._listeners: list[EventListener] = []
+        self._server: PageServer | None = None
+        options, note = fleet.spec.options, fleet.console.note
         try:
-            if (folder := pool.spec.options.tensorboard) is not None:
-                pool.teller.tracking.write_to(folder)
+            if (folder := options.tensorboard) is not None:
+                fleet.dispatcher.teller.tracking.write_to(folder)
         except ConfigurationError as problem:
             if not attached:
                 raise
-            note(f"{pool.spec.name}: {problem}")
-        log = pool.spec.options.log or os.environ.get(VARIABLE)
+            note(f"{fleet.spec.name}: {problem}")
+        log = options.log or os.environ.get(VARIABLE)
         if log:
             self._listeners.append(json_log(log, note))
         if on_event is not None:
             self._listeners.append(EventListener("on_event", on_event, note))
         for listener in self._listeners:
-            pool.events.add(listener.take)
+            fleet.events.add(listener.take)
+        hub.add(fleet)
+        door.enter()
+
+    def serve_page(self, host: str, port: int) -> str:
+        """Serve a page, once, and return its URL."""
+        # Imported here: few pools are looked at, and an HTTP server takes 20 ms to import.
+        from skyward.page.server import PageServer
+
+        if self._server is None:
+            self._server = PageServer(hub, host, port)
+            hub.hold()
+        return self._server.url
 
     def close(self) -> None:
-        """Give the listeners the last events, and end their threads."""
+        """Give the listeners the last events, end their threads, and show the pool no more."""
         for listener in self._listeners:
-            self._pool.events.remove(listener.take)
+            self._fleet.events.remove(listener.take)
             listener.close()
         self._listeners.clear()
-        self._pool.teller.tracking.close()
+        self._fleet.dispatcher.teller.tracking.close()
+        hub.remove(self._fleet)
+        door.leave()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+            hub.release()

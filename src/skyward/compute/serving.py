@@ -20,7 +20,7 @@ from skyward.errors import (
     StateLostError,
 )
 from skyward.future import Future
-from skyward.pool import Pool
+from skyward.nodes.fleet import Fleet
 from skyward.staff import Staff
 from skyward.state.link import StateLink
 from skyward.state.locks import SharedLock
@@ -44,9 +44,9 @@ _staff = Staff("skyward-handles", 64)
 class HandleDesk:
     """Takes the calls that tasks of one pool ask for, on a thread of its own."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self.name = f"skyward.objects.{uuid.uuid4().hex}"
-        self._pool = pool
+        self._fleet = fleet
         self._keys: set[str] = set()
         self._running: dict[str, Future[Any] | None] = {}
         """The calls, by the queue of their answers; None before a call has been made."""
@@ -72,12 +72,12 @@ class HandleDesk:
 
     def state_link(self) -> StateLink:
         """The way to the pool's shared state."""
-        return self._pool.state
+        return self._fleet.state
 
     def _run(self) -> None:
         try:
-            self._pool.state.before_close(self._leave)
-            while not self._pool.closed and not self._left:
+            self._fleet.state.before_close(self._leave)
+            while not self._fleet.closed and not self._left:
                 # The state may be lost and be there again.
                 with contextlib.suppress(SkywardError, OSError):
                     self._serve()
@@ -86,8 +86,8 @@ class HandleDesk:
             for key in self._keys:
                 handles.offered.pop(key, None)
             with _lock:
-                if _desks.get(self._pool) is self:
-                    del _desks[self._pool]
+                if _desks.get(self._fleet) is self:
+                    del _desks[self._fleet]
 
     def _leave(self) -> None:
         """Take away what tasks have put for this client: nobody else does."""
@@ -243,19 +243,19 @@ def _close_stream(future: Future[Any]) -> None:
             items.close()
 
 
-_desks: dict[Pool, HandleDesk] = {}
+_desks: dict[Fleet, HandleDesk] = {}
 """Of the pools that are open and whose tasks have handles."""
 _lock = threading.Lock()
 
 
-def offer(pool: Pool, instance: Instance, key: str) -> str:
+def offer(fleet: Fleet, instance: Instance, key: str) -> str:
     """Let tasks of a pool call an object; returns the queue in which their calls go."""
     with _lock:
-        if pool.closed:
+        if fleet.closed:
             raise SerializationError(
                 f"{instance!r} cannot be sent: its client has left the pool; make another one"
             )
-        desk = _desks.get(pool)
+        desk = _desks.get(fleet)
         if desk is None:
-            desk = _desks[pool] = HandleDesk(pool)
+            desk = _desks[fleet] = HandleDesk(fleet)
     return desk.offer(instance, key)

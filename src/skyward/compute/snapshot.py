@@ -8,10 +8,10 @@ from skyward.compute.stats import done
 from skyward.console import html
 from skyward.console.measures import of_size, size
 from skyward.market import money
+from skyward.nodes.fleet import Fleet
 from skyward.nodes.node import NodeView
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.usage import NodeUsage
-from skyward.pool import Pool
 
 SHOWN_NODES = 32
 """Of more nodes, the others are shown as numbers."""
@@ -29,14 +29,14 @@ def unstarted(name: str, spec: PoolSpec) -> str:
     return html.block(_head(name, "idle", "not started", what), start)
 
 
-def snapshot(name: str, pool: Pool) -> str:
+def snapshot(name: str, fleet: Fleet) -> str:
     """A pool that has been started: its nodes, what they run and how busy they are."""
-    provider = type(pool.spec.provider).__name__
-    if pool.closed:
-        return html.block(_head(name, "idle", "closed", provider), _numbers(pool))
-    views = pool.views()
+    provider = type(fleet.spec.provider).__name__
+    if fleet.closed:
+        return html.block(_head(name, "idle", "closed", provider), _numbers(fleet))
+    views = fleet.views()
     shown, others = views[:SHOWN_NODES], views[SHOWN_NODES:]
-    usages = pool.usages([view.node for view in shown], USAGE_SECONDS)
+    usages = fleet.usages([view.node for view in shown], USAGE_SECONDS)
     ready = sum(view.state == "ready" for view in views)
     state = f"{ready} of {len(views)} ready" if ready != len(views) else f"{ready} ready"
     headings = ["node", "state", "address", "runs", "CPU", "memory"]
@@ -50,7 +50,7 @@ def snapshot(name: str, pool: Pool) -> str:
         words = ", ".join(f"{count} {state}" for state, count in counts.items())
         more = html.line(html.muted(f"and {len(others)} more: {words}"))
     head = _head(name, "good" if ready else "busy", state, provider)
-    return html.block(head, html.table(headings, rows), more, _numbers(pool))
+    return html.block(head, html.table(headings, rows), more, _numbers(fleet))
 
 
 def _head(name: str, kind: str, state: str, what: str) -> str:
@@ -98,10 +98,10 @@ def _gpus(view: NodeView, usage: NodeUsage | None) -> str:
     return "".join(lines)
 
 
-def _numbers(pool: Pool) -> str:
-    sent, received = pool.traffic()
-    parts = [done(pool.counts), f"{size(sent)} sent, {size(received)} received"]
-    cost, hourly = pool.ledger.cost, pool.ledger.hourly_cost
+def _numbers(fleet: Fleet) -> str:
+    sent, received = fleet.dispatcher.traffic()
+    parts = [done(fleet.dispatcher.counts), f"{size(sent)} sent, {size(received)} received"]
+    cost, hourly = fleet.ledger.cost, fleet.ledger.hourly_cost
     if cost:
         parts.append(f"{money(cost)} so far" + (f", {money(hourly)} an hour" if hourly else ""))
     return html.line(html.muted(" · ".join(parts)))

@@ -10,9 +10,9 @@ from typing import Any
 import cloudpickle
 
 from skyward.compute import residents
-from skyward.compute.naming import Naming
 from skyward.errors import ConfigurationError, NodeLostError, PoolError, StateLostError
-from skyward.functions import Function, remote
+from skyward.functions import Function, Pending, remote
+from skyward.nodes.fleet import Fleet
 from skyward.objects import encoding
 from skyward.wire.asking import ServiceConnection
 from skyward.worker import values
@@ -40,32 +40,28 @@ class KeptValue:
     """How its device's process ended, if that is gone; the value is gone with it."""
 
 
-class Keeping(Naming):
-    """The methods of a `Compute` that keep values by name."""
+class KeptValues:
+    """The values that a pool keeps by name, for one client."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
 
     def keep(self, name: str, value: object) -> None:
-        """Keep a value on the pool by name, in place of an earlier one, until `forget`.
-
-        Tensors of a sky device, such as those of a model or a state dict, stay on the device as
-        they are: nothing is copied, and what is written to them later is kept as well. All else is
-        kept in the memory of the node: the device's, or the head node.
-
-        >>> compute.keep("model", model)
-        """
-        _check(name, "keep")
+        """Keep a value, in place of an earlier one of that name."""
+        check_name(name, "keep")
         devices = _devices(value)
         node, kind = self._home(name, devices)
-        with self._open_pool.service(node, "values") as service:
+        with self._fleet.service(node, "values") as service:
             number, path = service.ask("begin")
             resident = residents.encode(value, devices[0]) if devices else None
             if resident is None:
                 pid, numbers, size = 0, [], 0
-                self.run(_fill(path, value), on=node)
+                self._run(_fill(path, value), node)
             else:
-                pid = self._open_pool.device_process(devices[0])
-                self._open_pool.keep_device(devices[0])
+                pid = self._fleet.devices.process_of(devices[0])
+                self._fleet.devices.keep(devices[0])
                 numbers, size = resident.numbers, resident.bytes
-                self.run(_store(path, resident.encoded), on=node)
+                self._run(_store(path, resident.encoded), node)
             service.ask(
                 "finish", number=number, name=name, kind=kind, pid=pid, numbers=numbers, bytes=size
             )
@@ -73,20 +69,12 @@ class Keeping(Naming):
             if other != node:
                 self._ask(other, "forget", name=name)
 
-    def kept(self, name: str) -> Any:
-        """The value that was kept by that name; tensors of a device are on the device again.
-
-        They are the tensors that were kept, not copies, unless another client that is attached now
-        has them on its device. If this client's device is another process than theirs, they are on
-        a sky device of their own: see `tensor.device`. Objects are of the classes that this process
-        has imported.
-
-        >>> model = sky.attach("train").kept("model")
-        """
-        _check(name, "kept")
+    def get(self, name: str) -> Any:
+        """The value that was kept by that name."""
+        check_name(name, "kept")
         for node in self._serving():
             try:
-                service = self._open_pool.service(node, "values")
+                service = self._fleet.service(node, "values")
             except NodeLostError:
                 continue
             # The value stays as it is as long as the connection is open.
@@ -97,21 +85,14 @@ class Keeping(Naming):
                 if found["resident"]:
                     return self._take_up(name, node, found, service)
                 call = _read if not found["device"] else remote(_read, device=found["device"])
-                return self.run(call(found["path"], found["size"]), on=node)
-        there = ", ".join(self.kept_names()) or "nothing"
+                return self._run(call(found["path"], found["size"]), node)
+        there = ", ".join(each.name for each in self.all()) or "nothing"
         raise ConfigurationError(
             f"kept({name!r}): the pool keeps no value of that name; it keeps {there}"
         )
 
-    def kept_names(self) -> list[str]:
-        """The names of the values that the pool keeps; `kept_values` says more of them."""
-        return [each.name for each in self.kept_values()]
-
-    def kept_values(self) -> list[KeptValue]:
-        """The values that the pool keeps: where each is, and how large.
-
-        >>> sum(each.bytes for each in compute.kept_values() if each.device == "cuda")
-        """
+    def all(self) -> list[KeptValue]:
+        """The values, by their names."""
         found: dict[str, KeptValue] = {}
         for node in self._serving():
             for told in self._ask(node, "list") or ():
@@ -122,23 +103,22 @@ class Keeping(Naming):
         return [found[name] for name in sorted(found)]
 
     def forget(self, name: str) -> None:
-        """Discard what was kept by that name; nothing happens if there is nothing.
-
-        That is a value of `keep`, or the result of a named call that has ended. The memory of a
-        value's tensors is free when no client uses them any more.
-        """
-        _check(name, "forget")
-        if self._open_pool.stays:
-            self._calls.forget(name)
+        """Discard what was kept by that name; nothing happens if there is nothing."""
         for node in self._serving():
             self._ask(node, "forget", name=name)
 
+    def _run(self, pending: Pending[Any], node: int) -> Any:
+        if self._fleet.deliveries.follows:
+            self._fleet.before_calls()
+        calls = self._fleet.dispatcher
+        return calls.run(calls.prepare(pending, on=node, keep=False))
+
     def _serving(self) -> list[int]:
-        return [view.node for view in self._open_pool.views() if view.state == "ready"]
+        return [view.node for view in self._fleet.views() if view.state == "ready"]
 
     def _ask(self, node: int, what: str, **arguments: Any) -> Any:
         try:
-            with self._open_pool.service(node, "values") as service:
+            with self._fleet.service(node, "values") as service:
                 return service.ask(what, **arguments)
         except NodeLostError:
             # Its values are lost with it.
@@ -146,7 +126,7 @@ class Keeping(Naming):
 
     def _home(self, name: str, devices: list[int]) -> tuple[int, str]:
         """The node that keeps a value with tensors on these devices, and the kind of the device."""
-        homes = {each: self._open_pool.device_home(each) for each in devices}
+        homes = {each: self._fleet.devices.home(each) for each in devices}
         there = {home for home in homes.values() if home is not None}
         if None in homes.values() or len(there) > 1:
             raise ConfigurationError(
@@ -163,11 +143,12 @@ class Keeping(Naming):
     ) -> Any:
         """A value whose tensors are in a device's process."""
         _check_there(name, node, found)
-        encoded = self.run(_loaded(found["path"], found["size"]), on=node)
+        encoded = self._run(_loaded(found["path"], found["size"]), node)
         try:
-            index = self._open_pool.resident_device(node, found["device"], found["pid"])
-            if self._open_pool.device_process(index) == found["pid"]:
-                self._open_pool.keep_device(index)
+            self._fleet.dispatcher.check_open()
+            index = self._fleet.devices.resident(node, found["device"], found["pid"])
+            if self._fleet.devices.process_of(index) == found["pid"]:
+                self._fleet.devices.keep(index)
                 return residents.decode(encoded, index, residents.adopted(encoded, index))
             return residents.decode(encoded, index, self._copied(name, node, encoded, index))
         except Exception:
@@ -190,7 +171,7 @@ class Keeping(Naming):
                 "keep a copy in the node's memory, such as the state dict moved to the CPU"
             )
         call = remote(_opened, device=torch.device("sky", index))
-        copies = iter(self.run(call(descriptions), on=node) if descriptions else ())
+        copies = iter(self._run(call(descriptions), node) if descriptions else ())
         return [
             next(copies).untyped_storage() if size else None for _, size, _ in encoded.residents
         ]
@@ -230,6 +211,7 @@ def _devices(value: object) -> list[int]:
     return sorted(finder.found)
 
 
-def _check(name: object, method: str) -> None:
+def check_name(name: object, method: str) -> None:
+    """Refuse what is no name of a value."""
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"{method}({name!r}): give a name, such as 'model'")

@@ -4,47 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from skyward.calls.device_tensors import Holder
+from skyward.console import Console
 from skyward.device import build, processors
 from skyward.device.library import DeviceError
+from skyward.device.meeting import Whereabouts
 from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, NoDeviceError, SkywardError
 from skyward.events import DeviceClosed, DeviceOpened, EventStream
+from skyward.nodes.node import Roster
+from skyward.nodes.spec import PoolSpec
 from skyward.wire.channel import Channel
+from skyward.wire.identity import PEER, Authority, Credentials, node_name
 from skyward.wire.messages import CloseDevice, DeviceDown, DeviceUp, Message, OpenDevice
-from skyward.worker.process import Show
 
 if TYPE_CHECKING:
+    import torch
+
     from skyward.device.client import Device
-    from skyward.device.meeting import Whereabouts
 
 START_SECONDS = 300.0
 """How long a device process may take: its first start on a machine compiles the worker core."""
 LAST_SECONDS = 5.0
 """How long leaving a pool waits for its devices before it says so."""
+POLL_SECONDS = 0.05
 
 
-class DeviceDesk:
-    """Asks nodes for device processes, and keeps the open devices."""
+class PoolDevices:
+    """Asks the nodes of a pool for device processes, and keeps the open devices."""
 
     def __init__(
         self,
-        tell: Callable[[int, Message], None],
-        connect: Callable[[int, str, str], Channel],
-        locate: Callable[[int, str], Whereabouts],
+        pool_id: str,
+        spec: PoolSpec,
+        roster: Roster,
+        authority: Authority | None,
+        credentials: Credentials | None,
         events: EventStream,
-        show: Show,
+        console: Console,
     ) -> None:
-        """`locate` says where others find a process of a node, by its endpoints.
-
-        `show` shows that the client's core is compiled, if it is.
-        """
-        self._tell, self._connect, self._locate = tell, connect, locate
-        self._events, self._show = events, show
+        self._id, self._spec, self._roster = pool_id, spec, roster
+        self._authority, self._credentials = authority, credentials
+        self._events, self._console = events, console
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[int, queue.SimpleQueue[DeviceUp | DeviceDown]]] = {}
         self._open: dict[int, tuple[int, set[str], Device]] = {}
@@ -56,7 +64,44 @@ class DeviceDesk:
         """How waiting for each of these devices ended; "hurry" if it is to end now."""
         self._lock = threading.RLock()
 
-    def get(self, node: int, kind: str, *, back: bool = True) -> int:
+    def get(self, node: int, kind: str) -> int:
+        """The index of the sky device of that kind on that node.
+
+        If the device was lost and has a checkpoint, it comes back with the checkpoint's tensors,
+        and its node is awaited.
+        """
+        for last in (False, True):
+            if self._awaits(node):
+                self._await_node(node)
+            try:
+                index = self._open_device(node, kind, back=True)
+                break
+            except ConfigurationError:
+                # The node may have been lost a moment ago, with its device.
+                if last or not self._awaits(node):
+                    raise
+        try:
+            recoveries.fill(index)
+        except BaseException as problem:
+            # Its tensors have memory and no contents: nobody may read them.
+            self._drop(node, index, f"its checkpoint cannot be read: {problem}")
+            raise
+        return index
+
+    def resident(self, node: int, kind: str, pid: int) -> int:
+        """The index of the device that is that process; of the node's, if another client has it."""
+        found = self._resident_process(node, kind, pid)
+        return self.get(node, kind) if found is None else found
+
+    def _await_node(self, index: int) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and not self._roster.closed:
+            node = self._roster.get(index)
+            if node is None or node.serves or node.state == "failed":
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _open_device(self, node: int, kind: str, *, back: bool) -> int:
         """The index of the node's device of that kind; opens the device if it is not open.
 
         If the device was lost and has a checkpoint, it is opened again, and its tensors have to be
@@ -65,11 +110,11 @@ class DeviceDesk:
         with self._lock:
             found = self._find(node, kind)
             if found is not None and not self._is_alive(found):
-                self.drop(node, found, "its process is gone")
+                self._drop(node, found, "its process is gone")
                 found = None
             return self._start(node, kind, back=back) if found is None else found
 
-    def resident(self, node: int, kind: str, pid: int) -> int | None:
+    def _resident_process(self, node: int, kind: str, pid: int) -> int | None:
         """The index of the device that is a process with kept values; None if it is not to be had.
 
         If the node's device of that kind is another process, this one is a device besides.
@@ -90,7 +135,7 @@ class DeviceDesk:
         devices = [device for at, _, device in list(self._open.values()) if at == node]
         return next((device.index for device in devices if device.pid == pid), None)
 
-    def awaits(self, node: int) -> bool:
+    def _awaits(self, node: int) -> bool:
         """Whether a device that was lost with a node comes back when the node is there again."""
         return any(at == node for at, _, _ in self._lost)
 
@@ -114,7 +159,7 @@ class DeviceDesk:
 
         return index in core().open_devices
 
-    def drop(self, node: int, index: int, why: str) -> None:
+    def _drop(self, node: int, index: int, why: str) -> None:
         """Close a device; if it has a checkpoint, the next one takes its place."""
         for number, (_, kinds, device) in list(self._open.items()):
             if device.index == index and self._open.pop(number, None) is not None:
@@ -132,13 +177,45 @@ class DeviceDesk:
         device.close(why)
         self._events.emit(DeviceClosed, node, device.index, why)
 
-    def find(self, index: int) -> tuple[int, set[str]] | None:
+    def _place_of(self, index: int) -> tuple[int, set[str]] | None:
         """The node of an open device, and the kinds by which the device was asked for."""
-        # Without the lock: `get` holds the lock while a device starts.
+        # Without the lock: a device starts under the lock.
         for node, kinds, device in list(self._open.values()):
             if device.index == index:
                 return node, kinds
         return None
+
+    def holder(self, index: int) -> Holder | None:
+        """The node of a sky device of this pool, and the worker if only one sees the GPU."""
+        found = self._place_of(index)
+        if found is None:
+            return None
+        node, kinds = found
+        gpus = [int(kind[5:]) for kind in kinds if kind.startswith("cuda:")]
+        alone = self._spec.worker.per_node == "accelerator" and gpus
+        return node, gpus[0] if alone else None
+
+    def home(self, index: int) -> tuple[int, str] | None:
+        """The node and the kind of a sky device of this pool; None if it has no such device."""
+        found = self._place_of(index)
+        if found is None:
+            return None
+        node, kinds = found
+        # It may have been asked for as "auto", but is known by its own kind, too.
+        return node, next((kind for kind in sorted(kinds) if kind != "auto"), "auto")
+
+    def for_result(self, wanted: str | torch.device, node: int, worker: int) -> torch.device:
+        """The device that the results of a worker stay on; opens the device if it is not open."""
+        import torch
+
+        if not isinstance(wanted, str):
+            return wanted
+        kind = os.environ.get("SKYWARD_DEVICE") or wanted
+        if self._spec.worker.per_node == "accelerator" and kind in ("cuda", "auto") and worker:
+            # Every worker has a GPU of its own; the first one's is what "auto" finds.
+            kind = f"cuda:{worker}"
+        # To fill a lost device runs functions on the node, and the result waits in a worker of it.
+        return torch.device("sky", self._open_device(node, kind, back=False))
 
     def process_of(self, index: int) -> int:
         """The number of an open device's process on its node; 0 if there is no such device."""
@@ -180,7 +257,7 @@ class DeviceDesk:
             # or another processor.
             self._tell(node, OpenDevice(number, kind, pid))
             try:
-                build.library("client", self._show)
+                build.library("client", self._console.own_line)
                 core()
             except BaseException:
                 with contextlib.suppress(SkywardError):
@@ -250,13 +327,13 @@ class DeviceDesk:
             for number in numbers:
                 lost = self._open.pop(number, None)
                 if lost is None:
-                    # `get` may be opening the device; it is in `_open` when `get` frees the lock.
+                    # The device may be starting; it is in `_open` when the lock is free.
                     with self._lock:
                         lost = self._open.pop(number, None)
                 if lost is not None:
                     self._ended(*lost, why)
 
-        # On a thread of its own: `get` holds the lock while it waits for the calling thread.
+        # On a thread of its own: a device starts under the lock, and waits for the calling thread.
         threading.Thread(target=lose, name="skyward-device-lost", daemon=True).start()
 
     def keep(self, index: int) -> None:
@@ -339,3 +416,45 @@ class DeviceDesk:
                 recoveries.forget(index)
                 core().give_up_index(index)
         processors.give_back()
+
+    # The way to a node.
+
+    def _tell(self, index: int, message: Message) -> None:
+        node = self._roster.get(index)
+        if node is None or not node.serves:
+            there = [each.index for each in self._roster.nodes if each.serves]
+            if not self._roster.nodes:
+                raise ConfigurationError(
+                    f"device(node={index}): the pool has no nodes now, because it shrinks to none "
+                    "when it is idle; call compute.resize(1) first, or give nodes=(1, n)"
+                )
+            raise ConfigurationError(
+                f"device(node={index}): that node is not ready; ready are {there}"
+                if node is not None
+                else f"device(node={index}): the pool's nodes are {there}"
+            )
+        node.tell(message)
+
+    def _connect(self, index: int, endpoint: str, role: str) -> Channel:
+        node = self._roster.get(index)
+        if node is None:
+            raise ConfigurationError(
+                f"device(node={index}): that node has left the pool; see `compute.nodes`"
+            )
+        channel, _ = node.host.approach(
+            role,
+            node.host.routes.choose(endpoint),
+            self._credentials,
+            gone="its process has ended",
+            patience=self._spec.options.orphan_timeout,
+        ).attempt()
+        return channel
+
+    def _locate(self, index: int, endpoints: str) -> Whereabouts:
+        node = self._roster.get(index)
+        found = node.host.routes.for_peers(endpoints) if node is not None else ()
+        return Whereabouts(self._id, node_name(self._id, index), found, self._issue)
+
+    def _issue(self) -> Credentials | None:
+        """Credentials for a process of another pool of this client's."""
+        return self._authority.issue(PEER) if self._authority else None

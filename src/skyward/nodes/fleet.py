@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import secrets
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
+from typing import Any
 
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
+from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
 from skyward.calls.relays import Relays
 from skyward.calls.standing import Standing
@@ -27,10 +32,13 @@ from skyward.errors import (
     SkywardError,
 )
 from skyward.events import CostCounted, EventStream, NodeStarting
+from skyward.files.transfer import Synced
+from skyward.functions import Pending
 from skyward.nodes import descriptors, provider_loop, reaching
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.contact import connecting
 from skyward.nodes.deliveries import Deliveries
+from skyward.nodes.devices import PoolDevices
 from skyward.nodes.host import DESTROY_SECONDS, Host
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.keeper import PoolKeeper, authority_of, new_record, note_pool
@@ -38,15 +46,16 @@ from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import PING_SECONDS, Node, NodeView, Roster
 from skyward.nodes.occupancy import check_jobs
-from skyward.nodes.pool_devices import PoolDevices
 from skyward.nodes.preparing import Preparer
 from skyward.nodes.reaching import Adoption, lock
 from skyward.nodes.scaling import Scaler
 from skyward.nodes.spec import PoolSpec
-from skyward.nodes.stacks import Standings
+from skyward.nodes.stacks import Stacks, Standings, read_stacks
 from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.providers import Machine, Order
 from skyward.spec import Nodes
+from skyward.state.link import RemoteLink
+from skyward.state.reaching import OWNER
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
 from skyward.wire.identity import CLIENT
@@ -78,6 +87,8 @@ but on a busy machine their processors may be taken for seconds, and to replace 
 PART_LOOK_SECONDS = 0.005
 SWEEP_SECONDS = 180.0
 """How long a provider may take to remove what a pool has besides machines."""
+LEFT = "its client left the pool, which stays; wait for results before you leave"
+"""Why tasks fail that were not done when the client left."""
 RUN_SECONDS = 5.0
 """How long the end of nodes waits for the ends of their lives, after those of their machines."""
 
@@ -87,23 +98,25 @@ class Fleet:
 
     def __init__(
         self,
-        pool_id: str,
         spec: PoolSpec,
-        loop: Loop,
-        dispatcher: Dispatcher,
-        prospects: Prospects,
         console: Console,
-        events: EventStream,
+        broadcast: Callable[[Fleet, Pending[Any], Callable[[list[Task]], None]], list[Any]],
         adoption: Adoption | None = None,
     ) -> None:
-        """`adoption` is how the fleet comes by the nodes of a pool that stays."""
-        self.spec = spec
-        self.loop, self.dispatcher, self.prospects = loop, dispatcher, prospects
-        self.console, self.events = console, events
+        """`broadcast` makes the broadcasts that tasks ask for.
+
+        `adoption` is how the fleet comes by the nodes of a pool that stays.
+        """
+        self.spec, self.console = spec, console
+        self.id = spec.id or uuid.uuid4().hex[:12]
+        self.loop = Loop()
+        self.prospects = Prospects(grouped=spec.preparations.together)
+        self.events = EventStream(spec.name)
+        """What happens in the pool."""
         self.roster = Roster()
         allocate = spec.provider.allocate
-        self.allocation = adoption.allocation if adoption else allocate(pool_id)
-        self._id, self._adoption = pool_id, adoption
+        self.allocation = adoption.allocation if adoption else allocate(self.id)
+        self._adoption = adoption
         self._is_here = spec.provider.capabilities.here
         self._opened = False
         """Whether the provider may have been asked for machines."""
@@ -113,7 +126,7 @@ class Fleet:
         """What the machines cost."""
         self._authority = None
         if spec.provider.capabilities.encrypted:
-            self._authority = authority_of(pool_id, spec, adoption.record if adoption else None)
+            self._authority = authority_of(self.id, spec, adoption.record if adoption else None)
         self.credentials = self._authority.issue(CLIENT) if self._authority else None
         self.client = ""
         if spec.keep is not None:
@@ -123,18 +136,29 @@ class Fleet:
         # Executors on one host share memory with the client; over a network they help each other.
         clustered = self._authority is not None and spec.options.cluster
         self.relays = Relays() if clustered else None
-        self._briefing = Briefing(
-            pool_id, spec, self._authority, self.roster, clustered=clustered, client=self.client
-        )
-        self.preparer = Preparer(
-            spec.preparations, loop, self.roster, self._briefing, dispatcher, console
-        )
-        """Prepares the workers, and has them form groups."""
-        self._standings = Standings(self.roster.service)
         self.devices = PoolDevices(
-            pool_id, spec, self.roster, self._authority, self.credentials, events, console
+            self.id, spec, self.roster, self._authority, self.credentials, self.events, console
         )
         """The torch devices of the nodes."""
+        self.dispatcher = Dispatcher(
+            self.loop,
+            console,
+            Packer(encrypted=spec.provider.capabilities.encrypted, relayed=clustered),
+            self.prospects,
+            self.events,
+            spec.options,
+            self.devices,
+            functools.partial(broadcast, self),
+        )
+        self._briefing = Briefing(
+            self.id, spec, self._authority, self.roster, clustered=clustered, client=self.client
+        )
+        self.preparer = Preparer(
+            spec.preparations, self.loop, self.roster, self._briefing, self.dispatcher, console
+        )
+        """Prepares the workers, and has them form groups."""
+        self._state = RemoteLink(self._connect_to_state, f"the client (process {os.getpid()})")
+        self._standings = Standings(self.roster.service)
         self._usage = UsageDesk(self.roster.tell)
         self.deliveries = Deliveries(spec.folders, spec.volumes, self.roster.service)
         """The folders that nodes get from the client."""
@@ -142,7 +166,7 @@ class Fleet:
         is_slow = not self._is_here or bool(spec.preparations)
         self._ready_seconds = READY_SECONDS + (PREPARE_SECONDS if is_slow else 0.0)
         self._resizing = threading.Lock()
-        self._scaler = Scaler(spec.nodes, spec.options, dispatcher)
+        self._scaler = Scaler(spec.nodes, spec.options, self.dispatcher)
         self._shrinking = False
         """Whether a thread removes an idle node."""
         self._joining: deque[Node] = deque()
@@ -151,6 +175,11 @@ class Fleet:
         self._beats = 0
         self._begun = False
         """Whether the pulse beats: the pool has started."""
+        self._expired = ""
+        """Why the pool ended by itself; empty if it did not."""
+        self._closing = threading.Lock()
+        self._ended = threading.Event()
+        """Set when everything has been taken down."""
 
     @property
     def nodes(self) -> list[Node]:
@@ -162,19 +191,63 @@ class Fleet:
         """Whether the pool was taken down."""
         return self.roster.closed
 
+    @property
+    def head(self) -> int:
+        """The first node."""
+        return min((node.index for node in self.nodes), default=0)
+
     def service(self, index: int, name: str) -> ServiceConnection:
         """A connection to a service of a node's agent; the caller closes it."""
+        self.dispatcher.check_open()
         return self.roster.service(index, name)
+
+    @property
+    def state(self) -> RemoteLink:
+        """The way to the shared state."""
+        self.dispatcher.check_open()
+        return self._state
+
+    def _connect_to_state(self) -> Channel:
+        self.wake()
+        return self.service(OWNER, "state").channel
 
     # Starting.
 
     def start(self) -> None:
-        """Start all nodes in parallel; raises the first failure that leaves too few nodes."""
+        """Start the nodes, or connect to those of a pool that stays.
+
+        Raises the first failure that leaves too few nodes.
+        """
+        ttl = self.spec.request.ttl
+        if ttl is not None:
+            ends = self._adoption.record.ends if self._adoption is not None else None
+            left = ttl if ends is None else ends - time.time()
+            self.loop.later(max(0.0, left), lambda: self._expire(ttl))
+        try:
+            if self._adoption is None:
+                self._start_all()
+            else:
+                self._attach(self._adoption)
+        except PoolClosedError as problem:
+            if self._expired:
+                raise PoolStartError(f"{self.spec.name} did not start: {self._expired}") from None
+            raise problem
+
+    def _expire(self, ttl: float) -> None:
+        """End the pool, because its time to live is over; the loop's thread must not wait."""
+        self._expired = (
+            f"the pool's time to live of {ttl:g} s is over; give Compute a larger ttl, or none"
+        )
+        self.console.note(f"{self.spec.name}: its time to live of {ttl:g} s is over; it ends")
+        threading.Thread(target=self.close, name="skyward-expiry", daemon=True).start()
+
+    def _start_all(self) -> None:
+        """Start all nodes in parallel."""
         provider, nodes = self.spec.provider, self.spec.nodes
         self._allow_descriptors(nodes.ceiling)
         self._opened = True
         self._journal.open_pool(
-            self._id, self.spec.name, provider.name, provider.describe(), self.ledger.price
+            self.id, self.spec.name, provider.name, provider.describe(), self.ledger.price
         )
         self._need(nodes)
         self.loop.later(PING_SECONDS, self._ping_while_starting)
@@ -186,15 +259,14 @@ class Fleet:
                 node.tell_retry()
         self._begin_pulse()
 
-    def attach(self) -> None:
+    def _attach(self, adoption: Adoption) -> None:
         """Connect to the nodes of a pool that stays; raises if none of them can be reached."""
-        assert self._adoption is not None
-        self._allow_descriptors(len(self._adoption.machines))
+        self._allow_descriptors(len(adoption.machines))
         self._opened = True
-        note_pool(self._journal, self._adoption.record)
+        note_pool(self._journal, adoption.record)
         self._need(Nodes(1))
         self.loop.later(PING_SECONDS, self._ping_while_starting)
-        added = self._add_nodes(sorted(self._adoption.machines))
+        added = self._add_nodes(sorted(adoption.machines))
         self._await_ready(added, 1)
         deadline = time.monotonic() + self._ready_seconds
         for node in added:
@@ -294,6 +366,7 @@ class Fleet:
         Without `force`, `PoolError` if nodes would go while another client, a script or a call by
         name uses the pool.
         """
+        self.dispatcher.check_open()
         count = nodes if isinstance(nodes, int) else nodes.desired
         goes = count < len(self.nodes) and not force
         with self._lock_unused() if goes else self.lock(force=True):
@@ -342,6 +415,7 @@ class Fleet:
 
     def wake(self) -> None:
         """Have at least one node, and wait until it is ready."""
+        self.dispatcher.check_open()
         if any(node.joined for node in self.nodes):
             return
         self._scaler.keep()
@@ -418,7 +492,7 @@ class Fleet:
             for node in self.nodes:
                 # A pool whose agents do not answer cannot be locked, but can be ended.
                 with contextlib.suppress(NodeLostError):
-                    head = self.service(node.index, "clients")
+                    head = self.roster.service(node.index, "clients")
                     held.enter_context(lock(head, self.spec.name, self.client, force=force))
                     break
         return held
@@ -550,7 +624,7 @@ class Fleet:
             self.spec.provider,
             self.allocation,
             Order(
-                self._id,
+                self.id,
                 index,
                 self.spec.request,
                 tell=phase,
@@ -574,7 +648,7 @@ class Fleet:
 
     def has_devices(self, node: Node) -> bool:
         """Whether a torch device is open on a node."""
-        return self.devices.desk.has_open(node.index)
+        return self.devices.has_open(node.index)
 
     @property
     def has_files(self) -> bool:
@@ -595,7 +669,7 @@ class Fleet:
             case Prepared():
                 self.preparer.node_prepared(node, message.problem)
             case DeviceUp() | DeviceDown():
-                self.devices.desk.heard(message)
+                self.devices.heard(message)
             case Usage():
                 self._usage.heard(message)
             case NodeEnded():
@@ -655,7 +729,7 @@ class Fleet:
 
     def node_lost(self, node: Node, reason: str) -> None:
         """Note that what was open on a node is gone."""
-        self.devices.desk.node_lost(node.index, reason)
+        self.devices.node_lost(node.index, reason)
 
     def node_failed(self, node: Node) -> None:
         """Do without a node that is not started again soon."""
@@ -668,7 +742,7 @@ class Fleet:
         serving = [node for node in self.nodes if node.serves]
         facts = [node.host.facts(node.index) for node in serving]
         record = new_record(
-            self._id,
+            self.id,
             self.spec,
             self._authority,
             self.credentials,
@@ -688,12 +762,89 @@ class Fleet:
         """The record of a pool that stays."""
         return self.keeper.begun
 
+    # Files.
+
+    def reachable(self) -> list[int]:
+        """The nodes whose agents can be asked."""
+        return [node.index for node in self.nodes if node.joined and node.host.endpoint]
+
+    def sync(self) -> Synced:
+        """Make the folders that nodes got from this machine as they are here now."""
+        self.dispatcher.check_open()
+        return self.deliveries.sync(self.reachable())
+
+    def write_back(self, *, last: bool = False) -> Synced:
+        """Write what functions have written into volumes to where the volumes come from."""
+        return self.deliveries.write_back(self.reachable(), self.console.note, last=last)
+
+    def before_calls(self) -> None:
+        """Send what has changed, if the user wants that before every call."""
+        self.deliveries.before_calls(self.reachable)
+
+    def _bring_back(self, *, last: bool) -> None:
+        """Write back what functions have written; what fails is told, and stops nothing."""
+        if not self.deliveries.comes_back:
+            return
+        try:
+            self.write_back(last=last)
+        except Exception as problem:
+            self.console.note(f"{self.spec.name}: not everything was written back: {problem}")
+
     # Ending.
 
-    def detach(self, seconds: float) -> None:
+    def detach(self, seconds: float = 5.0) -> None:
+        """Leave a pool that stays; tasks that are not done are cancelled, and fail."""
+        self._end_once(lambda: self._detach(seconds))
+
+    def close(self, seconds: float = 5.0) -> None:
+        """End the nodes and remove their machines; tasks that are not done fail.
+
+        If another thread does that, waits for it.
+        """
+        self._end_once(lambda: self._close(seconds))
+
+    def _end_once(self, end: Callable[[], None]) -> None:
+        if self._closing.acquire(blocking=False):
+            try:
+                end()
+            finally:
+                self._ended.set()
+        elif not self.dispatcher.results.is_current:
+            # The thread that closes waits for the one that runs callbacks of the user's.
+            self._ended.wait()
+
+    def _detach(self, seconds: float) -> None:
+        self._state.close()
+        self.dispatcher.cancel_all(LEFT, seconds / 2)
+        if self._adoption is None or not self._adoption.record.inside:
+            # Now: nobody else brings folders back to this machine.
+            self._bring_back(last=False)
+        self.dispatcher.close(LEFT)
+        self._leave_nodes(seconds)
+        self._end_threads()
+
+    def _close(self, seconds: float) -> None:
+        try:
+            # Before anything else ends: functions are done, and the nodes still answer.
+            self._bring_back(last=True)
+        finally:
+            # Also when the user interrupts that: machines that are left would cost.
+            self._state.close()
+            self.dispatcher.close(self._expired, self._expired)
+            self._end_nodes(seconds)
+            self._end_threads()
+
+    def _end_threads(self) -> None:
+        self.loop.stop()
+        for node in self.nodes:
+            if node.control is not None:
+                node.control.close()
+        self.dispatcher.end_threads()
+
+    def _leave_nodes(self, seconds: float) -> None:
         """Leave the nodes to other clients: idle executors stay as they are."""
         self.roster.close()
-        self.devices.desk.close("its client left the pool")
+        self.devices.close("its client left the pool")
         self._part(max(seconds, PART_SECONDS))
         self._end([node for node in self.nodes if not node.host.stays], 0)
         for node in self.nodes:
@@ -728,10 +879,10 @@ class Fleet:
             node.tell(Detach("" if left else groups[node]))
         _ended(controls, deadline)
 
-    def close(self, seconds: float) -> None:
+    def _end_nodes(self, seconds: float) -> None:
         """End every node, in parallel."""
         self.roster.close()
-        self.devices.desk.close("its pool was closed")
+        self.devices.close("its pool was closed")
         # A stopped pool that could not be started is stopped again, with all that it has.
         spare = bool(self.spec.id) and not self.stays and self.spec.provider.capabilities.stops
         self._end(self.nodes, seconds, spare=spare)
@@ -740,14 +891,14 @@ class Fleet:
         swept = not spare and (not self._opened or self._swept())
         reaching.end(self.allocation)
         if swept:
-            self._journal.close_pool(self._id)
+            self._journal.close_pool(self.id)
 
     def _swept(self) -> bool:
         """Have the provider remove what the pool has besides machines, when the last is gone.
 
         False if something may be left.
         """
-        if self._journal.has_machines(self._id):
+        if self._journal.has_machines(self.id):
             return False
         sweeping = provider_loop.submit(self.allocation.sweep())
         try:
@@ -763,7 +914,7 @@ class Fleet:
 
     def hurry(self) -> None:
         """End every machine now, even if another thread gives the agents time to end."""
-        self.devices.desk.hurry()
+        self.devices.hurry()
         for node in self.nodes:
             node.host.stop(0)
 
@@ -802,6 +953,10 @@ class Fleet:
             raise problems[0]
 
     # Looking.
+
+    def stacks(self) -> Stacks:
+        """Where every process of the nodes that have started is."""
+        return read_stacks(self.reachable(), self.service)
 
     def views(self) -> list[NodeView]:
         """The nodes as a user sees them."""

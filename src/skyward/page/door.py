@@ -133,7 +133,7 @@ class Door:
 
 def _all_stacks() -> list[PoolStacks]:
     """The stacks of all pools of this process, which are asked at once."""
-    pools = hub.pools
+    pools = hub.fleets
     with ThreadPoolExecutor(min(POOLS_AT_ONCE, len(pools)) or 1, "skyward-door-stacks") as threads:
         return list(
             threads.map(lambda each: PoolStacks.of(each.id, each.spec.name, each.stacks), pools)

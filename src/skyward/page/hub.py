@@ -16,9 +16,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from skyward.nodes.fleet import Fleet
 from skyward.page.sampling import Sampler, Samples
 from skyward.page.state import PoolState, key_of
-from skyward.pool import Pool
 from skyward.staff import Staff
 
 TICK_SECONDS = 0.1
@@ -59,10 +59,10 @@ class Viewer:
 class Watched:
     """One pool, while anybody looks."""
 
-    def __init__(self, pool: Pool, wake: Callable[[], None]) -> None:
-        self.pool = pool
-        self.state = PoolState(pool, wake)
-        self.sampler = Sampler(pool)
+    def __init__(self, fleet: Fleet, wake: Callable[[], None]) -> None:
+        self.fleet = fleet
+        self.state = PoolState(fleet, wake)
+        self.sampler = Sampler(fleet)
         self.sampling: Future[dict[str, Any]] | None = None
         self.next_sample = 0.0
 
@@ -75,7 +75,7 @@ class Hub:
 
     def _reset(self) -> None:
         self._lock = threading.RLock()
-        self._pools: list[Pool] = []
+        self._fleets: list[Fleet] = []
         self._watched: dict[str, Watched] = {}
         self._samples: dict[str, Samples] = {}
         """The last samples of each pool: a page that is opened again has its curves again."""
@@ -86,29 +86,29 @@ class Hub:
         self._staff = Staff("skyward-page", most=8)
 
     @property
-    def pools(self) -> list[Pool]:
+    def fleets(self) -> list[Fleet]:
         """The open pools of this process."""
         with self._lock:
-            return list(self._pools)
+            return list(self._fleets)
 
-    def add(self, pool: Pool) -> None:
+    def add(self, fleet: Fleet) -> None:
         """Show a pool from now on."""
         with self._lock:
-            self._pools.append(pool)
+            self._fleets.append(fleet)
             if self._is_watched:
-                self._tell([self._watch(pool)])
+                self._tell([self._watch(fleet)])
 
-    def remove(self, pool: Pool) -> None:
+    def remove(self, fleet: Fleet) -> None:
         """Show a pool no longer: it is closed. Its last events are told first."""
         with self._lock:
-            if pool in self._pools:
-                self._pools.remove(pool)
-            watched = self._watched.pop(pool.id, None)
-            self._samples.pop(pool.id, None)
+            if fleet in self._fleets:
+                self._fleets.remove(fleet)
+            watched = self._watched.pop(fleet.id, None)
+            self._samples.pop(fleet.id, None)
             if watched is not None:
-                pool.events.remove(watched.state.take)
+                fleet.events.remove(watched.state.take)
                 last = watched.state.changes()
-                gone = {"type": "gone", "pool": key_of(pool), "time": time.time()}
+                gone = {"type": "gone", "pool": key_of(fleet), "time": time.time()}
                 self._tell([gone] if last is None else [last, gone])
 
     # Those who look.
@@ -122,7 +122,7 @@ class Hub:
             self._viewers.append(viewer)
             every: Messages = []
             for watched in self._watched.values():
-                every += [watched.state.snapshot(), *self._samples.get(watched.pool.id, ())]
+                every += [watched.state.snapshot(), *self._samples.get(watched.fleet.id, ())]
                 watched.next_sample = 0.0
             hello: Messages = [{"type": "hello", "time": time.time(), "pid": os.getpid()}]
             viewer.put(json.dumps(hello + every))
@@ -154,12 +154,12 @@ class Hub:
         with self._lock:
             self._tell_changes()
             every = [
-                (watched.pool, watched.state.snapshot(), watched.state.durations())
+                (watched.fleet, watched.state.snapshot(), watched.state.durations())
                 for watched in self._watched.values()
             ]
         return [
-            (snapshot, Sampler(pool).sample(every_node=True) | durations)
-            for pool, snapshot, durations in every
+            (snapshot, Sampler(fleet).sample(every_node=True) | durations)
+            for fleet, snapshot, durations in every
         ]
 
     @property
@@ -168,15 +168,15 @@ class Hub:
 
     def _begin(self) -> None:
         if self._thread is None:
-            for pool in self._pools:
-                self._watch(pool)
+            for fleet in self._fleets:
+                self._watch(fleet)
             self._wake.clear()
             self._thread = threading.Thread(target=self._run, name="skyward-page", daemon=True)
             self._thread.start()
 
-    def _watch(self, pool: Pool) -> dict[str, Any]:
-        watched = self._watched[pool.id] = Watched(pool, self._wake.set)
-        pool.events.add(watched.state.take)
+    def _watch(self, fleet: Fleet) -> dict[str, Any]:
+        watched = self._watched[fleet.id] = Watched(fleet, self._wake.set)
+        fleet.events.add(watched.state.take)
         watched.state.begin(time.time())
         return watched.state.snapshot()
 
@@ -184,7 +184,7 @@ class Hub:
         if self._is_watched:
             return
         for watched in self._watched.values():
-            watched.pool.events.remove(watched.state.take)
+            watched.fleet.events.remove(watched.state.take)
         self._watched.clear()
         self._thread = None
         self._wake.set()
@@ -218,9 +218,9 @@ class Hub:
                 problem = watched.sampling.exception()
                 if problem is None:
                     sample = watched.sampling.result() | watched.state.durations()
-                    self._samples.setdefault(watched.pool.id, Samples()).add(sample)
+                    self._samples.setdefault(watched.fleet.id, Samples()).add(sample)
                     self._tell([sample])
-                elif not watched.pool.closed:
+                elif not watched.fleet.closed:
                     # A defect of ours: the page goes on without this sample.
                     traceback.print_exception(problem, file=sys.stderr)
                 watched.sampling = None

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from skyward.nodes.fleet import Fleet
 from skyward.nodes.usage import NodeUsage
 from skyward.page.state import key_of
-from skyward.pool import Pool
 
 NODES_A_TIME = 128
 """How many nodes are asked at a time: a thousand nodes are asked in turn, each every 16 s."""
@@ -42,35 +42,36 @@ class Samples:
 class Sampler:
     """Measures one pool; one thread at a time asks."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._next = 0
         self._before: dict[int, tuple[float, int, int]] = {}
         """When each node was measured last, and how many bytes it had received and sent."""
 
     def sample(self, *, every_node: bool = False) -> dict[str, Any]:
         """The pool's numbers now; of a large pool, with the nodes whose turn it is."""
-        pool = self._pool
-        nodes = [node.index for node in pool.nodes if node.serves]
-        usages = pool.usages(nodes if every_node else self._turn(nodes), ANSWER_SECONDS)
-        sent, received = pool.traffic()
-        counts, ledger = pool.counts, pool.ledger
+        fleet = self._fleet
+        calls = fleet.dispatcher
+        nodes = [node.index for node in fleet.nodes if node.serves]
+        usages = fleet.usages(nodes if every_node else self._turn(nodes), ANSWER_SECONDS)
+        sent, received = calls.traffic()
+        counts, ledger = calls.counts, fleet.ledger
         return {
             "type": "sample",
-            "pool": key_of(pool),
+            "pool": key_of(fleet),
             "time": time.time(),
             "usage": [self._row(node, usage) for node, usage in sorted(usages.items())],
-            "devices": device_rows(pool),
+            "devices": device_rows(fleet),
             "submitted": counts.submitted,
             "succeeded": counts.succeeded,
             "failed": counts.failed,
             "cancelled": counts.cancelled,
             "retried": counts.retried,
             "nodes_lost": counts.nodes_lost,
-            "waiting": pool.backlog,
+            "waiting": calls.backlog,
             "sent": sent,
             "received": received,
-            "curves_left_out": pool.teller.curves.left_out,
+            "curves_left_out": calls.teller.curves.left_out,
             "cost": ledger.cost,
             "hourly_cost": ledger.hourly_cost,
         }
@@ -108,9 +109,9 @@ def rates(
     return max(0, received - received_then) / seconds, max(0, sent - sent_then) / seconds
 
 
-def device_rows(pool: Pool) -> list[dict[str, Any]]:
+def device_rows(fleet: Fleet) -> list[dict[str, Any]]:
     """The numbers of a pool's open torch devices so far."""
-    opened = pool.devices()
+    opened = fleet.devices.all_open()
     if not opened:
         return []
     # Imported here: it imports torch, which a process with an open device has done already.

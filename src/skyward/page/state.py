@@ -33,8 +33,8 @@ from skyward.events import (
     as_dict,
     in_json,
 )
+from skyward.nodes.fleet import Fleet
 from skyward.numbers import News, Told
-from skyward.pool import Pool
 from skyward.worker.task_board import BUCKETS
 
 CALLS_KEPT = 1000
@@ -51,9 +51,9 @@ Call = list[Any]
 """A call that ended: number, name, node, worker, start, end, and how it ended."""
 
 
-def key_of(pool: Pool) -> str:
+def key_of(fleet: Fleet) -> str:
     """What names a pool of this process on a page; several processes may be clients of one pool."""
-    return f"{pool.id}-{os.getpid()}"
+    return f"{fleet.id}-{os.getpid()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ def number_row(news: News) -> list[Any]:
 class PoolState:
     """What the page knows of one pool; `take` may be called on any thread, the rest on one."""
 
-    def __init__(self, pool: Pool, wake: Callable[[], None]) -> None:
+    def __init__(self, fleet: Fleet, wake: Callable[[], None]) -> None:
         """`wake` has somebody ask for the changes before there are too many."""
-        self.pool, self._wake = pool, wake
+        self.fleet, self._wake = fleet, wake
         self._woken = False
         self._dropped = False
         """Whether events were lost, because nobody asked in time."""
@@ -107,13 +107,13 @@ class PoolState:
 
     def begin(self, now: float) -> None:
         """Begin with the calls that run already; when they started is not known."""
-        for number, name, node, worker in self.pool.running():
+        for number, name, node, worker in self.fleet.dispatcher.running():
             self._running[number] = [number, name, node, worker, now]
             self._told.add(number)
 
     def changes(self) -> dict[str, Any] | None:
         """What has changed since this was last asked; None if nothing has."""
-        numbers = self.pool.teller.curves.news(self._numbers_told)
+        numbers = self.fleet.dispatcher.teller.curves.news(self._numbers_told)
         if not self._events and not numbers:
             return None
         ended: list[Call] = []
@@ -178,7 +178,7 @@ class PoolState:
         self._told = set(self._running)
         return {
             "type": "changes",
-            "pool": key_of(self.pool),
+            "pool": key_of(self.fleet),
             "started": started,
             "ended": known + others,
             "skipped": skipped,
@@ -195,7 +195,7 @@ class PoolState:
         """
         self._dropped = False
         now = time.time()
-        running = {call[0]: [*call, now] for call in self.pool.running()}
+        running = {call[0]: [*call, now] for call in self.fleet.dispatcher.running()}
         return MissedCalls(running, [call for call in self._running if call not in running])
 
     def _make_up(self, missed: MissedCalls, ended: list[Call]) -> None:
@@ -229,19 +229,19 @@ class PoolState:
 
     def snapshot(self) -> dict[str, Any]:
         """All that is known, for a page that has just been opened; after `changes`."""
-        spec, pool = self.pool.spec, self.pool
+        spec, fleet = self.fleet.spec, self.fleet
         return {
             "type": "pool",
-            "pool": key_of(pool),
+            "pool": key_of(fleet),
             "name": spec.name,
             "provider": spec.provider.name,
-            "workers": sorted(pool.workers()),
+            "workers": sorted(fleet.workers()),
             "nodes": self._nodes(None),
             "running": list(self._running.values())[-CALLS_KEPT:],
             "ended": list(self._ended),
             "lines": list(self._lines),
             "notes": list(self._notes),
-            "numbers": [number_row(each) for each in pool.teller.curves.news({})],
+            "numbers": [number_row(each) for each in fleet.dispatcher.teller.curves.news({})],
         }
 
     def _nodes(self, wanted: set[int] | None) -> list[list[Any]]:
@@ -257,6 +257,6 @@ class PoolState:
                 view.accelerators,
                 self._phases.get(view.node, "") if view.state == "starting" else "",
             ]
-            for view in self.pool.views()
+            for view in self.fleet.views()
             if wanted is None or view.node in wanted
         ]

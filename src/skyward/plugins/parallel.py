@@ -80,7 +80,7 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
             raise ValueError("n_jobs == 0 in Parallel has no meaning")
         if n_jobs is None or n_jobs == 1:
             return 1
-        slots = self._compute._open_pool.slots()
+        slots = self._compute._open_fleet.slots()
         if n_jobs < 0:
             n_jobs = slots + 1 + n_jobs
         # With 1, joblib would not ask the pool but run everything in this process.
@@ -93,7 +93,7 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         self.parallel = parallel
         count = self.effective_n_jobs(n_jobs)
         # joblib gives out twice as many, so that the next one is where the last one ends.
-        self._limit = count if count < self._compute._open_pool.slots() else None
+        self._limit = count if count < self._compute._open_fleet.slots() else None
         return count
 
     def start_call(self) -> None:

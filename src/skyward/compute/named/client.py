@@ -6,7 +6,6 @@ import contextlib
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,7 +25,7 @@ from skyward.errors import (
 )
 from skyward.functions import Pending
 from skyward.future import Future
-from skyward.pool import Pool
+from skyward.nodes.fleet import Fleet
 from skyward.wire.asking import ServiceConnection
 from skyward.worker.kept_jobs import LIVE, JobState, JobView
 
@@ -57,8 +56,8 @@ class _Waiting:
 class NamedCalls:
     """The calls by name of one pool, for one client."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = weakref.ref(pool)
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._lock = threading.Lock()
         self._futures: dict[str, list[_Waiting]] = {}
         self._watching: threading.Thread | None = None
@@ -78,7 +77,7 @@ class NamedCalls:
         fail_fast: bool = False,
     ) -> Future[Any]:
         """Have the pool run a call that goes on without this client."""
-        record = self._open_pool().record
+        record = self._open_fleet().record
         if record is None:
             raise ConfigurationError(
                 f"name={name!r}: this pool ends with its client, and its calls with it; only a "
@@ -178,20 +177,19 @@ class NamedCalls:
 
     # How it is asked.
 
-    def _open_pool(self) -> Pool:
-        pool = self._pool()
-        if pool is None or pool.closed:
+    def _open_fleet(self) -> Fleet:
+        if self._fleet.closed:
             raise PoolClosedError("this client has left the pool")
-        return pool
+        return self._fleet
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[ServiceConnection]:
-        pool = self._open_pool()
+        fleet = self._open_fleet()
         try:
-            with pool.service(pool.head, "calls") as agent:
+            with fleet.service(fleet.head, "calls") as agent:
                 yield agent
         except (EOFError, OSError, NodeLostError) as problem:
-            raise problems.lost(pool.head, problem) from problem
+            raise problems.lost(fleet.head, problem) from problem
         except PoolError as problem:
             if type(problem) is not PoolError:
                 raise
@@ -380,24 +378,3 @@ def _fail(waiting: list[_Waiting], problem: BaseException) -> None:
     for each in waiting:
         with contextlib.suppress(Exception):  # cancelled in the meantime
             each.future.set_exception(problem)
-
-
-_of_pools: weakref.WeakKeyDictionary[Pool, NamedCalls] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def calls_of(pool: Pool) -> NamedCalls:
-    """The calls by name of a pool, for this client."""
-    with _lock:
-        found = _of_pools.get(pool)
-        if found is None:
-            found = _of_pools[pool] = NamedCalls(pool)
-        return found
-
-
-def leave(pool: Pool) -> None:
-    """Wait for no call of a pool any more: the client leaves."""
-    with _lock:
-        found = _of_pools.pop(pool, None)
-    if found is not None:
-        found.leave()

@@ -13,9 +13,16 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from skyward.calls.flow import not_the_end
 from skyward.calls.streams import RemoteIterator
-from skyward.calls.task import Answer, Failed, Streaming, Value, cannot_rebuild, remote_failure
+from skyward.calls.task import (
+    Answer,
+    Failed,
+    Streaming,
+    Value,
+    cannot_rebuild,
+    not_the_end,
+    remote_failure,
+)
 from skyward.errors import Outcome, RemoteError, SkywardError
 from skyward.objects import encoding, stored
 from skyward.objects.payloads import Pieces

@@ -28,8 +28,8 @@ from skyward.compute.named.facts import CallFacts, mapped
 from skyward.context import Output
 from skyward.errors import TaskCancelledError
 from skyward.events import CallStarted, Event
+from skyward.nodes.fleet import Fleet
 from skyward.objects import stored
-from skyward.pool import Pool
 from skyward.wire.asking import ServiceConnection
 from skyward.worker.kept_calls import CALL, OUTPUT, RESULT, CallEnd, stream_file
 from skyward.worker.kept_jobs import FOLDER, JOB, OUTPUT_KEPT
@@ -43,11 +43,11 @@ class NamedRun:
     """One call that the runner has, until its result is written."""
 
     def __init__(
-        self, pool: Pool, name: str, folder: Path, on_stream: Callable[[str], None]
+        self, fleet: Fleet, name: str, folder: Path, on_stream: Callable[[str], None]
     ) -> None:
         """`on_stream` is told when clients may read the result, while items still come."""
         self.name = name
-        self._pool, self._folder, self._on_stream = pool, folder, on_stream
+        self._fleet, self._folder, self._on_stream = fleet, folder, on_stream
         self._lock = threading.Lock()
         self._tasks: list[Task] = []
         self._found: dict[int, outcomes.Settled] = {}
@@ -73,7 +73,7 @@ class NamedRun:
             self.cancelled = True
             tasks = list(self._tasks)
         for task in tasks:
-            self._pool.cancel(task)
+            self._fleet.dispatcher.cancel(task)
 
     def run(self) -> CallEnd:
         """Run the call, write its result, and tell how it ended."""
@@ -120,9 +120,9 @@ class NamedRun:
         facts, call = read_call(self._folder / CALL, self.name)
         self._everywhere = facts.everywhere
         if not facts.everywhere:
-            tasks = [self._pool.prepare(call, keep=False, on=facts.on)]
+            tasks = [self._fleet.dispatcher.prepare(call, keep=False, on=facts.on)]
             return self._run([(0, 0)], tasks)
-        return run_ranks(self._pool, call, self._run_ranks, self._note, fail_fast=facts.fail_fast)
+        return run_ranks(self._fleet, call, self._run_ranks, self._note, fail_fast=facts.fail_fast)
 
     def _run_ranks(self, ranks: Ranks) -> list[Answer]:
         self._ranks = ranks
@@ -140,7 +140,7 @@ class NamedRun:
                     [outcomes.Settled(*at, each) for at, each in zip(places, failed, strict=True)]
                 )
                 return failed
-            self._pool.submit_all(tasks)
+            self._fleet.dispatcher.submit_all(tasks)
         # At once: the generators of a broadcast may wait for each other.
         with concurrent.futures.ThreadPoolExecutor(len(tasks)) as waiting:
             answers = waiting.map(self._settled, range(len(tasks)), tasks, places)
@@ -150,7 +150,7 @@ class NamedRun:
 
     def _note(self, text: str) -> None:
         """Write a remark into the output of the call."""
-        self.write(Output(f"skyward: {text}", "stderr", self._pool.head, 0, self.name))
+        self.write(Output(f"skyward: {text}", "stderr", self._fleet.head, 0, self.name))
 
     def _settled(self, number: int, task: Task, place: tuple[int, int]) -> Answer:
         """The answer of a worker, after all items of a stream have come."""
@@ -166,9 +166,9 @@ class NamedRun:
                         answer = outcomes.write_items(file, stream) or answer
                 except OSError as problem:
                     self._unwritten = problem
-            self._pool.flush_output(task)
+            self._fleet.dispatcher.flush_output(task)
         else:
-            self._pool.flush_output(task)
+            self._fleet.dispatcher.flush_output(task)
             self._answered(number, outcomes.Settled(*where, answer))
         return answer
 
@@ -211,8 +211,8 @@ def read_call(path: Path, name: str) -> tuple[CallFacts, PackedCall]:
 class CallRunner:
     """Runs the calls that the head's agent names, each on a thread of its own."""
 
-    def __init__(self, pool: Pool, agent: ServiceConnection, folder: Path) -> None:
-        self._pool, self._agent, self._folder = pool, agent, folder
+    def __init__(self, fleet: Fleet, agent: ServiceConnection, folder: Path) -> None:
+        self._fleet, self._agent, self._folder = fleet, agent, folder
         self._lock = threading.Lock()
         self._runs: dict[str, NamedRun] = {}
         self._leaving: threading.Timer | None = None
@@ -230,7 +230,7 @@ class CallRunner:
                 run.cancel()
 
     def _begin(self, name: str) -> None:
-        run = NamedRun(self._pool, name, self._folder / name, self._report_stream)
+        run = NamedRun(self._fleet, name, self._folder / name, self._report_stream)
         with self._lock:
             self._runs[name] = run
             if self._leaving is not None:
@@ -301,11 +301,11 @@ def main() -> None:
             each.show(line)
 
     with attach(on_event=note) as compute:
-        pool = compute._open_pool
+        fleet = compute._open_fleet
         # Not `redirect_output`: only what the pool forwards.
         context.pool_listeners.append(show)
-        agent = pool.service(pool.head, "calls")
-        runner.append(CallRunner(pool, agent, folder))
+        agent = fleet.service(fleet.head, "calls")
+        runner.append(CallRunner(fleet, agent, folder))
         agent.send("serve", job=os.environ[JOB])
         runner[0].serve()
 
