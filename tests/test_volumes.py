@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.compute.volumes import plan
+from skyward.compute.arguments import volume_plan
 from skyward.errors import ConfigurationError, NodeLostError, PoolError
 from skyward.files import copying, mounting, volumes
 from skyward.files.copying import BucketCopy
@@ -200,7 +200,7 @@ class TestPlan:
         data, claim = sky.Volume("/usr", "/data"), sky.Volume("pvc://claim", "/claim")
         bucket = sky.Volume("s3://bucket/path", "/bucket")
 
-        made = plan(sky.Container(), [data, claim, bucket])
+        made = volume_plan(sky.Container(), [data, claim, bucket])
 
         assert (made.providers, made.nodes, made.sent) == ((data, claim), (bucket,), ())
 
@@ -210,7 +210,7 @@ class TestPlan:
         hosts = sky.SSH(["one"])
         theirs = sky.Volume("/scratch")
 
-        made = plan(
+        made = volume_plan(
             hosts,
             [
                 sky.Volume(str(tmp_path), "/data"),

@@ -118,7 +118,7 @@ def test_folders_that_were_sent_come_back(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     """Where nodes are on other machines; here, these stand for such nodes."""
-    monkeypatch.setattr("skyward.compute.volumes.is_here", lambda provider: False)
+    monkeypatch.setattr("skyward.compute.arguments.is_here", lambda provider: False)
     sources = [tmp_path / name for name in ("here", "gone")]
     for source in sources:
         source.mkdir()

@@ -12,7 +12,7 @@ from skyward.cli.commands import Command
 @click.argument("name", shell_complete=names.kept_pools)
 def start(name: str) -> None:
     """Start the pool NAME again, as it was before `sky stop NAME`."""
-    from skyward.compute.restarting import start_pool
+    from skyward.compute.attaching import start_pool
 
     count = start_pool(name)
     if output.wants_json():

@@ -20,7 +20,7 @@ def stop(name: str, force: bool) -> None:
     are made anew; hosts and this machine stay as they are. The list of jobs, their output, and
     results of calls by name go: fetch what you need first.
     """
-    from skyward.compute.restarting import stop_pool
+    from skyward.compute.attaching import stop_pool
 
     stopped = stop_pool(name, force=force)
     cleaned = stopped.cleaned

@@ -19,10 +19,10 @@ from skyward.accelerators import Accelerator
 from skyward.calls.flow import Crowd, Flow, Results
 from skyward.calls.task import Task
 from skyward.classes import Making
+from skyward.closing import close_despite_interrupts, not_instead_of
 from skyward.compute.arguments import new_name, resolve, restored
 from skyward.compute.broadcasting import broadcast
 from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
-from skyward.compute.closing import close_despite_interrupts, not_instead_of
 from skyward.compute.configured import arguments_of
 from skyward.compute.listening import Listening, OnEvent, check_callback
 from skyward.compute.making import make, make_everywhere, make_later

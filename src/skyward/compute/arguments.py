@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.calls.packing import blob_room
 from skyward.compute.choosing import Spec
-from skyward.compute.volumes import equipped
-from skyward.compute.volumes import plan as volume_plan
 from skyward.console.cells import kernel_shell
 from skyward.errors import ConfigurationError
+from skyward.files.copying import PACKAGES
 from skyward.market import AllocationKind, check_allocation, check_region
 from skyward.nodes import keeping
 from skyward.nodes.deliveries import SentFolder
@@ -33,12 +33,14 @@ from skyward.plugins.plugin import (
     composed,
     transformed,
 )
-from skyward.providers import Provider, Request, check_provider, providers_with, sells
+from skyward.providers import Provider, Request, check_provider, is_here, providers_with, sells
 from skyward.providers.local import Local
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
 
 _given: Counter[str] = Counter()
 _SCRIPT_MOST = 30
+_PROVIDERS_OWN = frozenset({"pvc", "emptydir"})
+"""Schemes that a provider understands."""
 
 
 def new_name() -> str:
@@ -132,7 +134,7 @@ def resolve(
     plugged = composed(plugins)
     check_distributed(plugged, worker, options)
     planned = volume_plan(provider, volumes)
-    image = equipped(transformed(image or Image(), plugged, cluster), provider, planned.nodes)
+    image = _equipped(transformed(image or Image(), plugged, cluster), provider, planned.nodes)
     request = Request(
         accelerator,
         vcpus,
@@ -268,3 +270,58 @@ def _require(value: Any, kind: Any, what: str, example: str, *, optional: bool =
         return
     hint = " (give an instance, not the class)" if isinstance(value, type) else ""
     raise ConfigurationError(f"Compute({what}={value!r}): expected {example}{hint}")
+
+
+@dataclass(frozen=True, slots=True)
+class VolumePlan:
+    """Who makes each volume of a pool."""
+
+    providers: tuple[Volume, ...]
+    nodes: tuple[Volume, ...]
+    sent: tuple[SentFolder, ...]
+
+
+def volume_plan(provider: Provider, volumes: Sequence[Volume]) -> VolumePlan:
+    """Say who makes each volume; refuses folders of this machine that are not there."""
+    providers, nodes, sent = [], [], []
+    targets: set[str] = set()
+    for volume in volumes:
+        if volume.target in targets:
+            raise ConfigurationError(
+                f"Compute(volumes=[...]): two of them have the target {volume.target!r}; give each "
+                "its own"
+            )
+        targets.add(volume.target)
+        scheme = volume.source.partition("://")[0] if "://" in volume.source else ""
+        if scheme and scheme not in _PROVIDERS_OWN:
+            nodes.append(volume)
+        elif scheme or volume.source == volume.target or provider.capabilities.mounts_folders:
+            providers.append(volume)
+        else:
+            source = Path(volume.source).expanduser().resolve()
+            if not source.is_dir():
+                raise ConfigurationError(
+                    f"{volume}: there is no folder {source} on this machine, and it would be sent "
+                    "to the nodes; name one, or leave target out for a path of the nodes"
+                )
+            if is_here(provider):
+                nodes.append(Volume(str(source), volume.target, volume.read_only))
+            else:
+                back = not volume.read_only
+                sent.append(SentFolder(source, volume.target, everything=True, back=back))
+    return VolumePlan(tuple(providers), tuple(nodes), tuple(sent))
+
+
+def _equipped(image: Image, provider: Provider, volumes: Sequence[Volume]) -> Image:
+    """The image with the packages that copy volumes, in case a node cannot mount them."""
+    needed = list(image.pip)
+    for volume in volumes:
+        scheme = volume.source.partition("://")[0]
+        if "://" not in volume.source or scheme == "nfs":
+            continue
+        package = PACKAGES.get(scheme, "fsspec")
+        if is_here(provider) and importlib.util.find_spec(package) is not None:
+            continue
+        if package not in needed:
+            needed.append(package)
+    return image if needed == list(image.pip) else replace(image, pip=needed)

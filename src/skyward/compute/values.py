@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pickle import PickleBuffer
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from skyward.compute import residents
 from skyward.errors import ConfigurationError, NodeLostError, PoolError, StateLostError
 from skyward.functions import Function, Pending, remote
 from skyward.nodes.fleet import Fleet
 from skyward.objects import encoding
+from skyward.objects.staying import ResidentBook, ResidentTensors
 from skyward.wire.asking import ServiceConnection
 from skyward.worker import values
+from skyward.worker.values import EncodedValue
+
+if TYPE_CHECKING:
+    import torch
 
 _fill = Function(values.fill, name="keep")
 _store = Function(values.store, name="keep")
@@ -53,7 +59,7 @@ class KeptValues:
         node, kind = self._home(name, devices)
         with self._fleet.service(node, "values") as service:
             number, path = service.ask("begin")
-            resident = residents.encode(value, devices[0]) if devices else None
+            resident = _encode(value, devices[0]) if devices else None
             if resident is None:
                 pid, numbers, size = 0, [], 0
                 self._run(_fill(path, value), node)
@@ -149,8 +155,8 @@ class KeptValues:
             index = self._fleet.devices.resident(node, found["device"], found["pid"])
             if self._fleet.devices.process_of(index) == found["pid"]:
                 self._fleet.devices.keep(index)
-                return residents.decode(encoded, index, residents.adopted(encoded, index))
-            return residents.decode(encoded, index, self._copied(name, node, encoded, index))
+                return _decode(encoded, index, _adopted(encoded, index))
+            return _decode(encoded, index, self._copied(name, node, encoded, index))
         except Exception:
             # Its process may have ended meanwhile: then the agent knows how.
             again = service.ask("find", name=name)
@@ -158,7 +164,7 @@ class KeptValues:
                 _check_there(name, node, again)
             raise
 
-    def _copied(self, name: str, node: int, encoded: values.EncodedValue, index: int) -> list[Any]:
+    def _copied(self, name: str, node: int, encoded: EncodedValue, index: int) -> list[Any]:
         """Copies of tensors that are in the process of another client's device."""
         import torch
 
@@ -215,3 +221,75 @@ def check_name(name: object, method: str) -> None:
     """Refuse what is no name of a value."""
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"{method}({name!r}): give a name, such as 'model'")
+
+
+@dataclass(frozen=True, slots=True)
+class _ResidentValue:
+    """A value that is to be kept: all but its tensors on the device, and what these are there."""
+
+    encoded: EncodedValue
+    numbers: list[int]
+    """The storages, as the device's process numbers them."""
+    bytes: int
+    """How many bytes they have together."""
+
+
+def _encode(value: object, index: int) -> _ResidentValue | None:
+    """Encode a value for keeping; None if some of it has to be copied to the node's memory.
+
+    Waits for everything issued on the device before, and raises errors of that.
+    """
+    from skyward.device.core import core
+
+    book = ResidentBook()
+    encoded = encoding.encode(value, own_modules=True, what="the value to keep", stays=book)
+    if encoded.handles:
+        # Only an executor has the data of `sky.put`.
+        return None
+    storages = [ref.storage for ref in book.staying]
+    filled = [storage for storage in storages if storage.nbytes()]
+    found = core().residents(index, [storage.data_ptr() for storage in filled]) if filled else []
+    numbers = [number for number, _ in found]
+    if 0 in numbers or len(set(numbers)) < len(numbers):
+        # A slice of a storage, or a lazy clone: the process has no memory for it alone.
+        return None
+    places = iter(zip(filled, found, strict=True))
+    residents = [_resident(next(places)) if each.nbytes() else (0, 0, b"") for each in storages]
+    kept = EncodedValue(
+        b"".join(encoded.pieces),
+        [PickleBuffer(each) for each in encoded.buffers],
+        encoded.storages,
+        residents,
+    )
+    return _ResidentValue(kept, numbers, sum(storage.nbytes() for storage in filled))
+
+
+def _resident(
+    place: tuple[torch.UntypedStorage, tuple[int, bytes]],
+) -> tuple[int, int, bytes]:
+    storage, (number, description) = place
+    return number, storage.nbytes(), description
+
+
+def _adopted(encoded: EncodedValue, index: int) -> list[torch.UntypedStorage | None]:
+    """The storages of a value, over the memory that the device's process has held for them."""
+    from skyward.device.core import core
+
+    places = [(number, size) for number, size, _ in encoded.residents if size]
+    storages = iter(core().adopt(index, places) if places else ())
+    return [next(storages) if size else None for _, size, _ in encoded.residents]
+
+
+def _decode(
+    encoded: EncodedValue, index: int, storages: Sequence[torch.UntypedStorage | None]
+) -> Any:
+    """A value with these storages of the device; None stands for an empty one."""
+    import torch
+
+    device = torch.device("sky", index)
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    tensors = ResidentTensors(
+        device, [empty.new_empty(0).untyped_storage() if s is None else s for s in storages]
+    )
+    buffers = [memoryview(each) for each in encoded.buffers]
+    return encoding.decode(encoded.pickle, buffers, encoded.storages, tensors)
