@@ -20,7 +20,7 @@ from skyward import context
 from skyward.console.plain import Plain
 from skyward.console.terminal import Live, Terminal
 from skyward.events import EventStream
-from skyward.nodes import descriptors
+from skyward.nodes import fleet as fleets
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.fleet import Fleet, beats_between_pings
 from skyward.nodes.journal import Journal
@@ -122,7 +122,7 @@ def test_an_idle_channel_keeps_hardly_any_memory() -> None:
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The limits of open files, soft and hard; the last one counts, and 10 files are open."""
-    monkeypatch.setattr(descriptors, "open_now", lambda: 10)
+    monkeypatch.setattr(fleets, "open_files", lambda: 10)
     limits = [(1024, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
@@ -130,27 +130,27 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_a_node_takes_four_connections_over_a_network() -> None:
-    assert descriptors.connections(NODES, 1, encrypted=True) == 4 * NODES
+    assert fleets.connections(NODES, 1, encrypted=True) == 4 * NODES
 
 
 def test_the_limit_of_open_files_is_raised_with_room_for_another_pool(
     limit: list[tuple[int, int]],
 ) -> None:
-    descriptors.allow(300, 75, dialled=False)
+    fleets.allow_connections(300, 75, dialled=False)
     assert limit == [(1024, 4096)]
-    descriptors.allow(1000, 250, dialled=False)
+    fleets.allow_connections(1000, 250, dialled=False)
     assert limit[-1] == (10 + 2000 + 256, 4096)
 
 
 def test_connections_that_a_provider_carries_take_two_files_each(
     limit: list[tuple[int, int]],
 ) -> None:
-    descriptors.allow(300, 75, dialled=True)
+    fleets.allow_connections(300, 75, dialled=True)
     assert limit[-1] == (10 + 1200 + 256, 4096)
 
 
 def test_a_limit_that_may_suffice_is_used_to_the_full(limit: list[tuple[int, int]]) -> None:
-    descriptors.allow(4000, 1000, dialled=True)
+    fleets.allow_connections(4000, 1000, dialled=True)
     assert limit[-1] == (4096, 4096)
 
 
@@ -160,7 +160,7 @@ def test_a_limit_that_is_too_low_is_an_error_with_both_numbers(
     with pytest.raises(
         sky.ConfigurationError, match=r"nodes=2000: .* 8010 open files.* 4096; raise"
     ):
-        descriptors.allow(8000, 2000, dialled=False)
+        fleets.allow_connections(8000, 2000, dialled=False)
     assert limit == [(1024, 4096)]
 
 
@@ -171,15 +171,15 @@ def test_a_system_that_refuses_is_an_error_only_if_the_limit_is_too_low(
         raise ValueError("not allowed to raise maximum limit")
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    descriptors.allow(1000, 250, dialled=False)
+    fleets.allow_connections(1000, 250, dialled=False)
     with pytest.raises(sky.ConfigurationError, match=r"2010 open files.* 1024; raise"):
-        descriptors.allow(2000, 500, dialled=False)
+        fleets.allow_connections(2000, 500, dialled=False)
 
 
 def test_the_open_files_of_this_process_are_counted() -> None:
-    before = descriptors.open_now()
+    before = fleets.open_files()
     with socket.socket(), socket.socket():
-        assert descriptors.open_now() == before + 2
+        assert fleets.open_files() == before + 2
     assert before > 0
 
 

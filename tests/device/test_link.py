@@ -24,7 +24,7 @@ from skyward.device import pump
 from skyward.device.core import core
 from skyward.errors import ProtocolError
 from skyward.nodes import host
-from skyward.nodes.contact import Approach
+from skyward.nodes.host import Approach
 from skyward.wire.connecting import GREETING_SECONDS
 from skyward.wire.dial import Dialer
 from skyward.wire.link import backlog

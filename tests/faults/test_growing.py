@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import skyward as sky
+from skyward.nodes.fleet import Scaler
 from skyward.nodes.host import Host
 from skyward.nodes.journal import NoJournal
-from skyward.nodes.scaling import Scaler
 from skyward.providers import Order
 from skyward.testing import plain_request
 

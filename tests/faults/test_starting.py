@@ -20,7 +20,8 @@ import pytest
 
 import skyward as sky
 from skyward.events import EventStream
-from skyward.nodes import contact, node, provider_loop
+from skyward.nodes import host as hosts
+from skyward.nodes import node, provider_loop
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.host import Host
 from skyward.nodes.journal import NoJournal
@@ -88,7 +89,7 @@ def test_a_worker_without_a_processor_has_time_to_greet(monkeypatch: pytest.Monk
         allowed[hello.role] = seconds
         return connecting.connect(endpoint, hello, credentials, name, seconds)
 
-    monkeypatch.setattr(contact, "connect", connect)
+    monkeypatch.setattr(hosts, "connect", connect)
     with sky.Compute(options=QUIET):
         pass
     assert allowed["data"] >= 60 > allowed["control"]
@@ -160,7 +161,7 @@ class Queued(sky.Local):
 def test_the_time_in_a_providers_queue_does_not_count() -> None:
     provider: Any = Queued()
     order = Order("pool", 3, plain_request())
-    host = Host(provider, provider.allocate("pool"), order, NoJournal(), print, print)
+    host = Host(provider, provider.allocate("pool"), order, NoJournal())
     fleet = fleet_that_waits(0.05)
     preparing = provider_loop.submit(host.prepare())
     try:
@@ -217,16 +218,16 @@ def test_a_worker_process_that_does_not_answer_is_told_with_the_number_of_those_
 ) -> None:
     monkeypatch.setattr(node, "MANY", 3)
     reached: list[int] = []
-    attempt = contact.Approach.attempt
+    attempt = hosts.Approach.attempt
 
-    def all_but_the_last(approach: contact.Approach) -> Any:
+    def all_but_the_last(approach: hosts.Approach) -> Any:
         if approach._hello.role == "data":
             reached.append(1)
             if len(reached) > 2:
                 raise TimeoutError("timed out")
         return attempt(approach)
 
-    monkeypatch.setattr(contact.Approach, "attempt", all_but_the_last)
+    monkeypatch.setattr(hosts.Approach, "attempt", all_but_the_last)
     with pytest.raises(sky.PoolStartError) as caught:
         sky.Compute(worker=sky.Worker(concurrency=3)).__enter__()
     said = str(caught.value)

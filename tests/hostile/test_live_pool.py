@@ -268,7 +268,7 @@ def test_a_function_that_scribbles_on_the_wire_costs_its_worker_only(
 
 def test_a_worker_that_cannot_be_reached_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A crowd at a new executor's door may keep its own client out."""
-    from skyward.nodes import contact
+    from skyward.nodes import host
 
     kept_out = []
 
@@ -284,7 +284,7 @@ def test_a_worker_that_cannot_be_reached_is_replaced(monkeypatch: pytest.MonkeyP
 
     options = sky.Options(console=False, default_timeout=30)
     with sky.Compute(options=options) as compute:
-        monkeypatch.setattr(contact, "connect", crowded)
+        monkeypatch.setattr(host, "connect", crowded)
         with pytest.raises(sky.WorkerDiedError):
             die() >> compute
         assert add(1, 2) >> compute == 3

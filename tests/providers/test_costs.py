@@ -34,7 +34,7 @@ def square(number: int) -> int:
 def host_of(shop: Shop, state: Journal, ledger: Ledger) -> Host:
     """The host of the first node of a pool `p`, for whose machine the ledger is charged."""
     order = Order("p", 0, plain_request())
-    return Host(shop, shop.allocate("p"), order, state, print, print, ledger=ledger)
+    return Host(shop, shop.allocate("p"), order, state, ledger=ledger)
 
 
 class Clock:
@@ -316,7 +316,7 @@ class TestJournal:
 
     def test_a_host_writes_the_price_of_its_machine(self, shop: Shop, state: Journal) -> None:
         state.open_pool("p", "mine", "shop", shop.describe(), None)
-        host = Host(shop, shop.allocate("p"), Order("p", 0, plain_request()), state, print, print)
+        host = Host(shop, shop.allocate("p"), Order("p", 0, plain_request()), state)
         provider_loop.submit(host.prepare()).result()
         assert state.pools()[0].machines[0].price == 0.5
         host.stop(0).result()

@@ -90,7 +90,7 @@ def test_a_machine_is_on_record_before_it_is_made_and_not_if_there_is_none(
 ) -> None:
     pool = opened(journal)
     provider, order = Watched(), Order(pool, 3, WISH)
-    host = Host(provider, provider.allocate(pool), order, journal, print, print)
+    host = Host(provider, provider.allocate(pool), order, journal)
 
     with pytest.raises(sky.PoolStartError, match="there is no machine"):
         provider_loop.submit(host.prepare()).result()
@@ -122,7 +122,7 @@ def test_a_machine_that_may_have_been_made_stays_on_record_until_it_was_looked_f
 ) -> None:
     pool = opened(journal)
     provider, order = Uncertain(), Order(pool, 3, WISH)
-    host = Host(provider, provider.allocate(pool), order, journal, print, print)
+    host = Host(provider, provider.allocate(pool), order, journal)
 
     with pytest.raises(sky.PoolStartError, match="nobody answers"):
         provider_loop.submit(host.prepare()).result()

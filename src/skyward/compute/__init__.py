@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import os
 import re
@@ -11,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextvars import Token
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
@@ -48,7 +50,6 @@ from skyward.functions import Function, Pending, as_function, checked
 from skyward.future import Future
 from skyward.groups import InstanceGroup
 from skyward.market import AllocationKind
-from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.node import NodeView
@@ -67,7 +68,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 On = int | Literal["head"] | None
+E = TypeVar("E", bound=BaseException)
 _KIND = re.compile(r"[a-z]+(:[0-9]+)?")
+
+_OURS = (
+    str(Path(__file__).parents[1]),
+    str(Path(asyncio.__file__).parent),
+    str(Path(concurrent.futures.__file__).parent),
+)
 
 entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
 """Every `Compute` of this process that is entered and not closed."""
@@ -943,6 +951,28 @@ class Compute:
                 raise missing("Compute", name, METHODS)
             # Once more, for the error: a property may have raised it.
             return object.__getattribute__(self, name)
+
+
+def shown_from_outside(failure: E) -> E:
+    """Drop the frames of skyward and asyncio from an error and its causes.
+
+    The message says what happened; the place in a thread of the pool does not help the user. The
+    frames of other people's providers stay, because they show where the provider failed.
+    """
+    failure.__traceback__ = None
+    seen: set[int] = {id(failure)}
+    cause = failure.__cause__ or failure.__context__
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        cause.__traceback__ = _outside(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    return failure
+
+
+def _outside(frames: TracebackType | None) -> TracebackType | None:
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
+        frames = frames.tb_next
+    return frames
 
 
 @atexit.register

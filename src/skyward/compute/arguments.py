@@ -23,8 +23,7 @@ from skyward.market import AllocationKind, check_allocation, check_region
 from skyward.nodes import keeping
 from skyward.nodes.deliveries import SentFolder
 from skyward.nodes.keeping import KeptPool
-from skyward.nodes.preparations import Preparations
-from skyward.nodes.spec import PoolSpec
+from skyward.nodes.spec import PoolSpec, Preparations
 from skyward.plugins.plugin import (
     Cluster,
     ClusterSpec,

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import msgspec
 
 from skyward.bootstrap import preparation
-from skyward.compute import Compute
+from skyward.compute import Compute, shown_from_outside
 from skyward.compute.listening import OnEvent, check_callback
 from skyward.context import POOL_VARIABLE
 from skyward.errors import ConfigurationError, PoolError
 from skyward.nodes import keeping
 from skyward.nodes.cleaning import REMOVE_SECONDS, Cleaned, halt
-from skyward.nodes.failures import shown_from_outside
 from skyward.nodes.journal import Journal, PoolRecord
 from skyward.nodes.keeper import note_pool
 from skyward.nodes.keeping import KeptPool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import resource
 import secrets
 import threading
 import time
@@ -24,6 +25,7 @@ from skyward.calls.standing import Standing
 from skyward.calls.task import Task
 from skyward.console import Console
 from skyward.errors import (
+    ConfigurationError,
     NodeLostError,
     PoolClosedError,
     PoolError,
@@ -34,9 +36,8 @@ from skyward.errors import (
 from skyward.events import CostCounted, EventStream, NodeStarting
 from skyward.files.transfer import Synced
 from skyward.functions import Pending
-from skyward.nodes import descriptors, provider_loop, reaching
+from skyward.nodes import provider_loop, reaching
 from skyward.nodes.briefing import Briefing
-from skyward.nodes.contact import connecting
 from skyward.nodes.deliveries import Deliveries
 from skyward.nodes.devices import PoolDevices
 from skyward.nodes.host import DESTROY_SECONDS, Host
@@ -47,13 +48,13 @@ from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import PING_SECONDS, Node, NodeView, Roster
 from skyward.nodes.occupancy import check_jobs
 from skyward.nodes.preparing import Preparer
+from skyward.nodes.provider_loop import connecting
 from skyward.nodes.reaching import Adoption, lock
-from skyward.nodes.scaling import Scaler
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks, Standings, read_stacks
 from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.providers import Machine, Order
-from skyward.spec import Nodes
+from skyward.spec import Nodes, Options
 from skyward.state.link import RemoteLink
 from skyward.state.reaching import OWNER
 from skyward.wire.asking import ServiceConnection
@@ -91,6 +92,14 @@ LEFT = "its client left the pool, which stays; wait for results before you leave
 """Why tasks fail that were not done when the client left."""
 RUN_SECONDS = 5.0
 """How long the end of nodes waits for the ends of their lives, after those of their machines."""
+BACKLOG_SECONDS = 1.0
+"""How long tasks must wait before the pool starts another node."""
+FILES_BESIDES = 256
+"""Open files that the client, its provider and the user's program may need besides."""
+FILES_ROOM = 2
+"""How many times what a pool may need is asked for: other pools may start at the same time."""
+FILES_DIALLED = 2
+"""How many files a connection takes that a provider carries: both ends of a pair are here."""
 
 
 class Fleet:
@@ -287,8 +296,8 @@ class Fleet:
         executors = self._executors_of_a_node()
         secret = self.credentials is not None
         more = max(0, nodes - len(self.nodes))
-        count = descriptors.connections(more, executors, encrypted=secret)
-        descriptors.allow(count, nodes, dialled=not self._is_here)
+        count = connections(more, executors, encrypted=secret)
+        allow_connections(count, nodes, dialled=not self._is_here)
 
     def _add(self, count: int) -> list[Node]:
         with self.roster.lock:
@@ -632,8 +641,6 @@ class Fleet:
                 name=self.spec.name,
             ),
             self._journal,
-            phase=phase,
-            note=self.console.note,
             lost=lost,
             ledger=self.ledger,
         )
@@ -972,6 +979,63 @@ class Fleet:
         return self._usage.get_all(nodes, seconds)
 
 
+class Scaler:
+    """Says when a pool grows, because tasks wait, and shrinks after `idle_timeout`."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        options: Options,
+        dispatcher: Dispatcher,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._nodes, self._options, self._dispatcher = nodes, options, dispatcher
+        self._clock = clock
+        self._no_backlog = self._last_busy = clock()
+        self._there = 0
+
+    def bound(self, nodes: Nodes) -> Nodes:
+        """Set new bounds, and return the old ones; the idle time counts from now."""
+        old, self._nodes = self._nodes, nodes
+        self.keep()
+        return old
+
+    def keep(self) -> None:
+        """Count the idle time from now: the user has just said how many nodes there should be."""
+        self._last_busy = self._clock()
+
+    def target(self, count: int) -> int:
+        """How many of so many nodes are to stay: one less when all have been idle for long."""
+        if self._clock() - self._last_busy <= self._options.idle_timeout:
+            return count
+        return min(count, max(self._nodes.floor, count - 1))
+
+    def may_grow(self, count: int) -> bool:
+        """Whether a pool with so many nodes gets more while tasks wait."""
+        return self._nodes.elastic and count < self._nodes.ceiling
+
+    def look(self, count: int, *, coming: int, slots: int) -> int:
+        """How many nodes a pool with so many should have; called at every beat.
+
+        `coming` is how many of the nodes have never been ready, `slots` how many tasks a node runs
+        at once. Before it shrinks, the pool asks `target`: that may take a while.
+        """
+        if not self._nodes.elastic:
+            return count
+        now = self._clock()
+        backlog = self._dispatcher.backlog
+        busy = backlog or any(lane.tasks for lane in self._dispatcher.lanes)
+        if not backlog or count - coming > self._there:
+            # A node that has just become ready may not have got its tasks yet.
+            self._no_backlog = now
+        self._there = count - coming
+        if busy:
+            self._last_busy = now
+        if backlog and (not count or now - self._no_backlog > BACKLOG_SECONDS):
+            return max(count, min(self._nodes.ceiling, count - coming + -(-backlog // slots)))
+        return count if busy else self.target(count)
+
+
 def beats_between_pings(nodes: int, orphan_timeout: float) -> int:
     """How many beats there are between two heartbeats of a node: more in a large pool."""
     often = int(orphan_timeout / (4 * PING_SECONDS))
@@ -985,3 +1049,53 @@ def _ended(channels: list[Channel], deadline: float) -> set[Channel]:
         if len(ended) == len(channels) or time.monotonic() > deadline:
             return ended
         time.sleep(PART_LOOK_SECONDS)
+
+
+def connections(nodes: int, executors: int, *, encrypted: bool) -> int:
+    """How many connections a client has to so many nodes, with so many executors on each.
+
+    There is one to each agent and to each executor, or two if they are encrypted.
+    """
+    return nodes * (1 + executors) * (2 if encrypted else 1)
+
+
+def allow_connections(count: int, nodes: int, *, dialled: bool) -> None:
+    """Raise this process's limit of open files if so many more connections may exceed it.
+
+    `dialled` says whether the provider may carry the connections, and `nodes` is for the message.
+    Only a limit that is certainly too low is an error.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = open_files()
+    least = opened + count
+    enough = opened + count * FILES_ROOM * (FILES_DIALLED if dialled else 1) + FILES_BESIDES
+    if soft == resource.RLIM_INFINITY or enough <= soft:
+        return
+    highest = enough if hard == resource.RLIM_INFINITY else hard
+    for limit in (min(enough, highest), least):
+        if max(least, soft) <= limit <= highest and _set(limit, hard):
+            return
+    if least > soft:
+        # The kernel may have a limit of its own that is lower.
+        allowed = hard if least > highest else soft
+        raise ConfigurationError(
+            f"nodes={nodes}: the client needs at least {least} open files, and this process may "
+            f"have {allowed}; raise the hard limit (`ulimit -Hn`, LimitNOFILE= of a service), or "
+            "start fewer nodes, or fewer processes on each (sky.Worker(concurrency=...))"
+        )
+
+
+def _set(soft: int, hard: int) -> bool:
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def open_files() -> int:
+    """How many files this process has open; 0 if the system does not say."""
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return 0

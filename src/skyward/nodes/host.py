@@ -1,4 +1,4 @@
-"""A host: a provider's machine with an agent on it."""
+"""A host: a provider's machine with an agent on it, and the ways to the processes there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import math
 import os
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -19,17 +21,17 @@ from skyward.errors import ConfigurationError, NodeLostError, PoolStartError
 from skyward.market import Offer
 from skyward.nodes import provider_loop
 from skyward.nodes.child_agent import ChildAgent
-from skyward.nodes.contact import Approach
 from skyward.nodes.detached_agent import DetachedAgent
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.keeping import KeptNode
 from skyward.nodes.ledger import Charge, Ledger
-from skyward.nodes.routes import Routes
 from skyward.providers import Allocation, Machine, Order, Provider
 from skyward.wire.asking import ServiceConnection
-from skyward.wire.connecting import GREETING_SECONDS, connect
+from skyward.wire.channel import Channel
+from skyward.wire.connecting import GREETING_SECONDS, Dial, connect, direct, host_and_port
+from skyward.wire.dial import PAUSES, Dialer, refused, refused_too_long
 from skyward.wire.identity import Credentials, node_name
-from skyward.wire.messages import Hello
+from skyward.wire.messages import Hello, Welcome
 from skyward.wire.versions import my_versions
 from skyward.worker.config import AgentConfig
 
@@ -40,6 +42,8 @@ DESTROY_SECONDS = 60.0
 LAST_TRY_SECONDS = 5.0
 """How long removing a lost host's machine may take; the host may be back."""
 ALIVE_SECONDS = 10.0
+DIRECT_SECONDS = 1.5
+"""How long the client tries a direct connection before it uses the machine's `dial`."""
 
 T = TypeVar("T")
 
@@ -62,8 +66,6 @@ class Host:
         allocation: Allocation[Any],
         order: Order,
         journal: Journal,
-        phase: Callable[[str], None],
-        note: Callable[[str], None],
         *,
         lost: Host | None = None,
         ledger: Ledger | None = None,
@@ -87,7 +89,6 @@ class Host:
         self._provider, self._allocation = provider, allocation
         self._order = dataclasses.replace(order, bought=self._bought)
         self._journal = journal
-        self._phase, self._note = phase, note
         self.made_at: float | None = None
         """When the provider had made the machine; before that, it may wait in a queue."""
         self._machine: Machine | None = None
@@ -169,7 +170,7 @@ class Host:
             async with asyncio.timeout(DESTROY_SECONDS):
                 await machine.after_start()
         except Exception as problem:
-            self._note(
+            self._order.note(
                 f"node {self._order.node}: when the pool ends by itself, {machine.id} is stopped "
                 f"and not removed: {str(problem) or type(problem).__name__}; `sky down` removes it"
             )
@@ -280,7 +281,7 @@ class Host:
             await preparation.remove(machine, order.pool, order.node)
             self._may_have_remains = False
         environment = await preparation.prepare(
-            machine, order.pool, order.node, order.request.image, self._phase, self._note
+            machine, order.pool, order.node, order.request.image, self._order.tell, self._order.note
         )
         preparation.check_accelerators(environment, order.node, order.request.accelerator)
         self._environment = environment
@@ -352,7 +353,7 @@ class Host:
         assert self._environment is not None
         config.direct = (machine.listens or machine.direct) if machine.direct else ""
         config.forwarded = machine.forwards_to
-        self._phase("starting the agent")
+        self._order.tell("starting the agent")
         announced = await preparation.launch(machine, self._environment, config)
         await asyncio.to_thread(self.routes.try_direct, announced.endpoint)
         self.endpoint, self.agent_pid = announced.endpoint, announced.pid
@@ -531,7 +532,7 @@ class Host:
                         await preparation.take_down(machine, order.pool, seconds + ALIVE_SECONDS)
         except Exception as problem:
             if own:
-                self._note(
+                self._order.note(
                     f"node {order.node}: its machine could not be removed: "
                     f"{str(problem) or type(problem).__name__}; `sky down` tries again"
                 )
@@ -540,3 +541,132 @@ class Host:
         self._end_charge()
         await self._noted_purchase()
         await self._recorded(self._journal.gone, order.pool, order.node)
+
+
+class Routes:
+    """The ways to one machine; processes there listen at endpoints, separated by spaces."""
+
+    def __init__(self, machine: Machine, address: str, *, here: bool) -> None:
+        """`address` is the machine's for other nodes; `here` says if it is the client's machine."""
+        self._machine, self._address, self._here = machine, address, here
+        self._is_direct = here and machine.direct is not None
+
+    def try_direct(self, endpoints: str) -> None:
+        """Find out whether a direct connection can be made, and use one from now on if so."""
+        try:
+            direct(self._direct_endpoint(endpoints), DIRECT_SECONDS).close()
+        except (OSError, LookupError):
+            self._is_direct = False
+        else:
+            self._is_direct = True
+
+    def _direct_endpoint(self, endpoints: str) -> str:
+        found = [each for each in endpoints.split() if each.startswith("tcp:")]
+        if not found or self._machine.direct is None:
+            raise LookupError(endpoints)
+        return f"tcp:{self._machine.direct}:{found[0].rpartition(':')[2]}"
+
+    def choose(self, endpoints: str) -> str:
+        """The endpoint for the client to connect to."""
+        if self._here:
+            return endpoints.split()[0]
+        if self._is_direct:
+            return self._direct_endpoint(endpoints)
+        if self._machine.forwards_to:
+            listens = f":{self._machine.forwards_to}:"
+            return next(each for each in endpoints.split() if listens in each)
+        return next(each for each in endpoints.split() if each.startswith("unix:"))
+
+    def near(self, endpoints: str) -> str:
+        """The Unix socket, if the machine turns out to be the client's; else empty."""
+        if self._here or not self._machine.may_be_here:
+            return ""
+        for endpoint in endpoints.split():
+            path = endpoint.removeprefix("unix:")
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as end:
+                if path != endpoint and os.stat(path).st_uid == os.getuid():
+                    end.settimeout(DIRECT_SECONDS)
+                    end.connect(path)
+                    return endpoint
+        return ""
+
+    def for_peers(self, endpoints: str) -> tuple[str, ...]:
+        """The endpoints that processes of other nodes may try.
+
+        A Unix socket is for those on the same machine; the machine's own loopback is for none.
+        """
+        places = endpoints.split()
+        found = [each for each in places if each.startswith("unix:")]
+        found += [each for each in places if each.startswith("tcp:") and self._is_at(each)]
+        if not self._here:
+            with contextlib.suppress(LookupError):
+                found.append(self._direct_endpoint(endpoints))
+        return tuple(dict.fromkeys(found))
+
+    def _is_at(self, endpoint: str) -> bool:
+        wanted = self._address.removeprefix("[").removesuffix("]")
+        return host_and_port(endpoint)[0] == wanted
+
+    def dial(self, endpoint: str, seconds: float) -> socket.socket:
+        """Connect to an endpoint.
+
+        Raises `ConnectionRefusedError` only if it is known that no process listens there.
+        """
+        if self._is_direct and endpoint.startswith("tcp:"):
+            return direct(endpoint, seconds)
+        if endpoint.startswith("tcp:") and self._machine.forwards_to:
+            opening = provider_loop.submit(self._machine.forward(endpoint))
+        else:
+            opening = provider_loop.submit(self._machine.dial(endpoint))
+        try:
+            return opening.result(seconds)
+        except concurrent.futures.TimeoutError:
+            opening.cancel()
+            raise TimeoutError(f"{endpoint} on {self._machine.id} was not reached") from None
+
+
+class Approach:
+    """The attempts to make the first connection to a process of a node."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        hello: Hello,
+        credentials: Credentials | None,
+        name: str,
+        dial: Dial,
+        *,
+        gone: str = "",
+        patience: float = math.inf,
+        near_seconds: float = GREETING_SECONDS,
+    ) -> None:
+        """For `gone` and `patience`, see `Dialer`; a greeting here may take `near_seconds`."""
+        self._dialer: Dialer | None = None
+        if credentials is not None:
+            self._dialer = Dialer(
+                endpoint, hello, credentials, name, dial, gone=gone, patience=patience
+            )
+        self._endpoint, self._hello, self._name = endpoint, hello, name
+        self._near_seconds = near_seconds
+        self._refused_since: float | None = None
+        self._pause, self._longest = PAUSES
+
+    @property
+    def is_within_host(self) -> bool:
+        """Whether no network is in between, and no firewall."""
+        return self._dialer is None
+
+    def attempt(self) -> tuple[Channel, Welcome]:
+        """Connect; over a network, the channel outlives its connections."""
+        if self._dialer is None:
+            return connect(self._endpoint, self._hello, None, self._name, self._near_seconds)
+        return self._dialer.open()
+
+    def pause_after(self, problem: BaseException) -> float | None:
+        """How long to wait before the next attempt; None if that is hopeless."""
+        self._refused_since = refused(problem, self._refused_since)
+        impostor = isinstance(problem.__cause__, ssl.SSLCertVerificationError)
+        if self._dialer is None or impostor or refused_too_long(self._refused_since):
+            return None
+        pause, self._pause = self._pause, min(2 * self._pause, self._longest)
+        return pause

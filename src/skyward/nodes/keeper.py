@@ -23,9 +23,9 @@ import msgspec
 
 from skyward.errors import PoolError, PoolStartError, SkywardError
 from skyward.nodes import keeping
-from skyward.nodes.contact import connecting
 from skyward.nodes.journal import Journal
 from skyward.nodes.keeping import KeptNode, KeptPool
+from skyward.nodes.provider_loop import connecting
 from skyward.nodes.spec import PoolSpec
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.identity import (

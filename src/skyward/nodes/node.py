@@ -30,11 +30,16 @@ from skyward.calls.standing import Standing
 from skyward.calls.task import Task
 from skyward.console import Console
 from skyward.errors import (
+    ConfigurationError,
+    HostKeyError,
+    ImageError,
+    LoginError,
     NodeLostError,
     PluginError,
     PoolStartError,
     SkywardError,
     UnavailableError,
+    VersionMismatchError,
     WorkerDiedError,
 )
 from skyward.events import (
@@ -47,11 +52,10 @@ from skyward.events import (
     NodeStopped,
 )
 from skyward.nodes import provider_loop
-from skyward.nodes.contact import Approach, connecting, in_thread
-from skyward.nodes.failures import may_pass
-from skyward.nodes.host import Host, not_there
+from skyward.nodes.host import Approach, Host, not_there
 from skyward.nodes.keeper import PoolKeeper, StartLease
 from skyward.nodes.keeping import KeptNode
+from skyward.nodes.provider_loop import connecting, in_thread
 from skyward.nodes.reaching import found_machines
 from skyward.nodes.spec import PoolSpec
 from skyward.providers import Allocation, Machine
@@ -137,6 +141,17 @@ LAST_RESULTS_SECONDS = 1.0
 SPARE_SECONDS = 15.0
 """How long before a machine is taken back its tasks are given up, so that others can run them."""
 RECLAIM_LOOK_SECONDS = 0.1
+
+
+LASTING = (
+    ConfigurationError,
+    HostKeyError,
+    ImageError,
+    LoginError,
+    PluginError,
+    VersionMismatchError,
+)
+"""Failures of a start that only the user can mend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1328,6 +1343,13 @@ def _among(endpoints: str, address: str) -> str:
     wanted = address.removeprefix("[").removesuffix("]")
     places = (each for each in endpoints.split() if each.startswith("tcp:"))
     return next((each for each in places if host_and_port(each)[0] == wanted), "")
+
+
+def may_pass(failure: BaseException) -> bool:
+    """Whether a start that failed so may succeed later, though the user changes nothing."""
+    if isinstance(failure, UnavailableError):
+        return failure.passing
+    return not isinstance(failure, LASTING)
 
 
 class Roster:

@@ -20,7 +20,7 @@ from skyward.console import Console
 from skyward.errors import PluginError
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.node import Node, Roster
-from skyward.nodes.preparations import Preparations
+from skyward.nodes.spec import Preparations
 from skyward.wire.messages import Prepare
 
 IDLE_LOOK_SECONDS = 0.02

@@ -1,4 +1,4 @@
-"""The event loop for the coroutines of providers: one thread of this process, for all pools."""
+"""The event loop for the coroutines of providers and nodes, one for all pools, and its threads."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import asyncio
 import os
 import queue
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from skyward.staff import Staff
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_THREADS = 32
 """How many blocking calls of providers run at once."""
+
+connecting = Staff("skyward-connect", most=64)
+"""The threads that make connections: each takes a few round trips."""
 
 _loop: asyncio.AbstractEventLoop | None = None
 _lock = threading.Lock()
@@ -29,6 +33,16 @@ def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
         work.close()  # else Python would warn that nobody has awaited it
         raise
     return asyncio.run_coroutine_threadsafe(work, loop)
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do on such a thread what waits; whoever cancels this waits for the end of the work."""
+    doing = asyncio.wrap_future(connecting.submit(work, *args, **kwargs))
+    try:
+        return await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        await asyncio.wait([doing])
+        raise
 
 
 def _running() -> asyncio.AbstractEventLoop:

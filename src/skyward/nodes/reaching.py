@@ -183,9 +183,7 @@ class ReachedPool(Closing):
             raise self._unused()
         adopting = []
         for index, (kept, machine) in sorted(self.machines.items()):
-            host = Host(
-                provider, allocation, Order(record.id, index, _NOTHING), NoJournal(), _hush, _hush
-            )
+            host = Host(provider, allocation, Order(record.id, index, _NOTHING), NoJournal())
             adopting.append(provider_loop.submit(host.adopt(kept, machine)))
             self._hosts[index] = host
         late = concurrent.futures.wait(adopting, FIND_SECONDS).not_done
@@ -312,7 +310,3 @@ def _called(pool: str, calls: Sequence[dict[str, str]]) -> str:
         f"runs the calls {', '.join(shown)}; wait until they end, end each with "
         f"`sky cancel {pool} NAME`"
     )
-
-
-def _hush(_: str) -> None:
-    """Say nothing."""
