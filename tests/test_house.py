@@ -116,6 +116,20 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         raise AssertionError(" -> ".join(circle.args[1])) from None
 
 
+def test_no_constructor_takes_more_than_eight_things() -> None:
+    """But that of `Compute`, whose arguments are the user's, in both its shapes."""
+    wide = []
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name != "Compute":
+                for each in node.body:
+                    if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+                        given = [*each.args.posonlyargs, *each.args.args, *each.args.kwonlyargs]
+                        if len(given) - 1 > 8:
+                            wide.append(f"{module}.{node.name}")
+    assert not wide
+
+
 def test_a_name_means_one_class() -> None:
     homes: dict[str, list[str]] = {}
     for module, path in MODULES.items():

@@ -226,11 +226,11 @@ def test_a_node_that_has_just_come_gets_its_tasks_before_another_is_started() ->
 def test_a_node_that_is_started_again_has_the_workers_it_had() -> None:
     """Its machine says how many GPUs it has when it is up; broadcasts ask before that."""
     provider: Any = sky.Local()
-    order, say = Order("pool", 0, plain_request()), lambda _: None
+    order = Order("pool", 0, plain_request())
     allocation = provider.allocate("pool")
-    first = Host(provider, allocation, order, NoJournal(), say, say)
+    first = Host(provider, allocation, order, NoJournal())
     first.accelerators, first.accelerator = 8, "H100"
-    again = Host(provider, allocation, order, NoJournal(), say, say, lost=first)
+    again = Host(provider, allocation, order, NoJournal(), lost=first)
     assert (again.accelerators, again.accelerator) == (8, "H100")
 
 

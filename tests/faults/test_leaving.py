@@ -41,7 +41,7 @@ def retired(fleet: Fleet, tmp_path: Path) -> Node:
     provider: Any = sky.Local()
     order = Order("pool", 1, plain_request())
     journal = Journal(tmp_path / "journal.sqlite")
-    host = Host(provider, fleet.allocation, order, journal, print, print)
+    host = Host(provider, fleet.allocation, order, journal)
     node = Node(1, host, fleet)
     assert node.lose("its agent is gone")
     assert node.drain()

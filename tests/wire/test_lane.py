@@ -63,7 +63,8 @@ class Wire:
 def lane(wire: Wire, relays: Relays | None = None) -> Lane:
     neighbor = Neighbor("tcp:127.0.0.1:1")
     store: Any = None  # for memory shared with an executor, which a network does not have
-    return Lane(Load(0, 0, 0, 4), wire, store, neighbor=neighbor, relays=relays)  # type: ignore[arg-type]
+    owner: Any = None
+    return Lane(Load(0, 0, 0, 4), wire, store, owner, neighbor=neighbor, relays=relays)  # type: ignore[arg-type]
 
 
 def task(number: int, values: Any) -> Task:

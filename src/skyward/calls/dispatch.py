@@ -256,27 +256,26 @@ class Dispatcher:
         handles = (*code.encoded.handles, *parcel.encoded.handles)
         awaits = [each for each in handles if isinstance(each, CallFuture)] if handles else ()
         number = next(self._ids)
-        return Task(
+        task = Task(
             number,
             function.name,
             self.packer.code(code),
             parcel,
             [self.packer.handle(each) for each in handles if each not in awaits] if handles else [],
             inputs,
-            on=on,
-            worker=worker,
-            pinned=pinned,
-            timeout=self._options.default_timeout if function.timeout is None else function.timeout,
-            retries=function.retries or self._options.retries,
-            staying=staying,
-            trace=tracing.begin(function.name, number, self.pool)
-            if tracing.MODULE in sys.modules
-            else None,
-            cell=None if self._console.shell is None else self._console.cell(),
-            debugged=debug_mode() if DEBUG_KEY in ENVIRONMENT else AT_BREAKPOINTS,
-            awaits=awaits,
-            apart=function.apart,
         )
+        task.on, task.worker, task.pinned, task.apart = on, worker, pinned, function.apart
+        task.timeout = (
+            self._options.default_timeout if function.timeout is None else function.timeout
+        )
+        task.retries = function.retries or self._options.retries
+        task.staying, task.awaits = staying, awaits
+        if tracing.MODULE in sys.modules:
+            task.trace = tracing.begin(function.name, number, self.pool)
+        if self._console.shell is not None:
+            task.cell = self._console.cell()
+        task.debugged = debug_mode() if DEBUG_KEY in ENVIRONMENT else AT_BREAKPOINTS
+        return task
 
     def check_open(self) -> None:
         """Raise `PoolClosedError` if the pool is closed, or belongs to another process."""
@@ -661,7 +660,7 @@ class Dispatcher:
             case Recalled():
                 self.lanes.recalled(lane, message.tasks)
             case Prepared():
-                lane.on_prepared(lane, message.problem)
+                lane.prepared(message.problem)
             case Waits():
                 if message.waits:
                     self.lanes.lend(lane, message.task)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from skyward.calls.holdings import Body, Holdings
 from skyward.calls.relays import Neighbor, Relays
@@ -168,13 +169,28 @@ class Preparation:
         return not before
 
 
+class LaneOwner(Protocol):
+    """The node of an executor, as the lane to it needs it."""
+
+    def kill(self, lane: Lane, reason: str) -> None:
+        """Have the agent end the executor and start a new one."""
+
+    def find(self, lane: Lane, task: Task) -> Standing:
+        """Ask the agent where a task is in its code."""
+
+    def executor_prepared(self, lane: Lane, problem: str) -> None:
+        """Note that the executor has entered the plugins' hooks, or why it could not."""
+
+    def gets_memory_back(self, lane: Lane) -> None:
+        """Have the executor told which memory it gets back; a finalizer may call this."""
+
+
 class Lane:
     """One executor process."""
 
     __slots__ = (
         "_feeders",
-        "_kill",
-        "_look",
+        "_owner",
         "_sending",
         "channel",
         "connection",
@@ -182,7 +198,6 @@ class Lane:
         "holdings",
         "load",
         "neighbor",
-        "on_prepared",
         "pid",
         "port",
         "preparation",
@@ -194,27 +209,18 @@ class Lane:
         load: Load[Task],
         channel: Channel,
         store: BlobStore,
+        owner: LaneOwner,
         *,
         pid: int = 0,
         port: int = 0,
         neighbor: Neighbor | None = None,
         relays: Relays | None = None,
-        kill: Callable[[Lane, str], None] = lambda lane, reason: None,
-        look: Callable[[Lane, Task], Standing | None] = lambda lane, task: None,
-        on_release: Callable[[Lane], None] = lambda lane: None,
-        on_prepared: Callable[[Lane, str], None] = lambda lane, problem: None,
     ) -> None:
-        """`port` is kept free on the head's first worker.
-
-        `kill` has the agent end the executor and start a new one; `look` asks the agent where a
-        task is. `on_release` is called, also from finalizers, when the executor can get memory
-        back. `on_prepared` is called when the executor has entered the plugins' hooks, with the
-        problem if a hook failed.
-        """
+        """`port` is kept free on the head's first worker."""
         self.load = load
         self.tasks = load.tasks
         self.channel = channel
-        self.connection = Connection(channel, lambda: on_release(self))
+        self.connection = Connection(channel, lambda: owner.gets_memory_back(self))
         self.neighbor = neighbor or Neighbor()
         self.holdings = Holdings(channel, store, load.tasks, self.neighbor, relays)
         self.preparation = Preparation()
@@ -223,8 +229,7 @@ class Lane:
         self.pid, self.port = pid, port
         self.end_reason = ""
         """Why the process ended, after the agent has reported it; empty until then."""
-        self._kill, self._look = kill, look
-        self.on_prepared = on_prepared
+        self._owner = owner
         self._sending: Task | None = None
         """The task that a thread is sending, or whose definitions it is sending."""
 
@@ -259,11 +264,15 @@ class Lane:
 
     def kill(self, reason: str) -> None:
         """Have the agent end the executor and start a new one."""
-        self._kill(self, reason)
+        self._owner.kill(self, reason)
 
-    def look(self, task: Task) -> Standing | None:
+    def look(self, task: Task) -> Standing:
         """Where a task is in its code; waits for the agent."""
-        return self._look(self, task)
+        return self._owner.find(self, task)
+
+    def prepared(self, problem: str) -> None:
+        """Note that the executor has entered the plugins' hooks, or why it could not."""
+        self._owner.executor_prepared(self, problem)
 
     def process_ended(self, reason: str) -> None:
         """Note why the process ended; the agent has reported it."""

@@ -84,18 +84,6 @@ class Task:
         parcel: Parcel,
         handles: list[NamedParcel],
         inputs: list[Iterator[Any]],
-        *,
-        on: int | None = None,
-        worker: tuple[int, int] | None = None,
-        pinned: Load[Task] | None = None,
-        timeout: float | None = None,
-        retries: int = 0,
-        staying: Staying | None = None,
-        trace: CallTrace | None = None,
-        cell: Context | None = None,
-        debugged: int = NEVER,
-        awaits: Sequence[Future[Any]] = (),
-        apart: str = "",
     ) -> None:
         self.id = task_id
         self.name = name
@@ -103,24 +91,27 @@ class Task:
         self.parcel = parcel
         self.handles = handles
         self.inputs = inputs
-        self.on = on
-        self.worker = worker
-        self.pinned = pinned
-        self.timeout = timeout
-        self.retries = retries
-        self.staying = staying
+        self.on: int | None = None
+        """The node that the task must run on; None for any."""
+        self.worker: tuple[int, int] | None = None
+        """The node and the worker that the task must run on; None for any."""
+        self.pinned: Load[Task] | None = None
+        """The executor that has the object whose method the task calls."""
+        self.timeout: float | None = None
+        self.retries = 0
+        self.staying: Staying | None = None
         """Where the tensors of the result stay; None if they come to the client."""
-        self.trace = trace
+        self.trace: CallTrace | None = None
         """The call's spans; None if the program makes no traces."""
-        self.debugged = debugged
+        self.debugged = NEVER
         """When the task opens a debugger."""
-        self.awaits = awaits
+        self.awaits: Sequence[Future[Any]] = ()
         """The futures among the arguments, until they are done."""
         self.depth = 0
         """How many tasks have started one another to start this one, and may wait for it."""
-        self.apart = apart
+        self.apart = ""
         """The object with a place of its own that the task belongs to; empty if there is none."""
-        self.cell = cell
+        self.cell: Context | None = None
         """The cell of a notebook that gets the task's output; None outside of notebooks."""
         self.waiting = False
         self.order = 0

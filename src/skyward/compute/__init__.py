@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -168,7 +169,8 @@ class Compute:
         self._fleet: Fleet | None = None
         """The nodes, and with their dispatcher the tasks on them; None before the first start."""
         self._named: NamedCalls | None = None
-        """The calls by name; None before the first start."""
+        """The calls by name; None before the first."""
+        self._naming = threading.Lock()
         self._was_ready = False
         self._around = contextlib.ExitStack()
         """What the plugins have entered for the client."""
@@ -374,7 +376,7 @@ class Compute:
         self._spec = spec
         console = console_for(spec.options.console, several_workers=spec.worker.per_node != 1)
         fleet = Fleet(spec, console, broadcast, adoption)
-        self._named, self._was_ready, self._ended = NamedCalls(fleet), False, False
+        self._was_ready = self._ended = False
         self._fleet = fleet
         try:
             self._begin(fleet, adoption)
@@ -454,7 +456,8 @@ class Compute:
 
     def _end(self, fleet: Fleet, seconds: float) -> None:
         stays = ""
-        self._calls.leave()
+        if self._named is not None:
+            self._named.leave()
         if fleet.stays and not fleet.closed:
             fleet.detach(seconds)
             stays = f"it stays, until `sky down {self.name}`"
@@ -496,14 +499,11 @@ class Compute:
     def _open_fleet(self) -> Fleet:
         """The fleet; raises `PoolClosedError` if there is none yet."""
         if self._fleet is None:
-            raise self._not_entered()
+            raise PoolClosedError(
+                f"{self.name} has not been entered; write `with sky.Compute() as compute:` first, "
+                "or call compute.start()"
+            )
         return self._fleet
-
-    def _not_entered(self) -> PoolClosedError:
-        return PoolClosedError(
-            f"{self.name} has not been entered; write `with sky.Compute() as compute:` first, "
-            "or call compute.start()"
-        )
 
     # Running calls.
 
@@ -726,9 +726,10 @@ class Compute:
 
     @property
     def _calls(self) -> NamedCalls:
-        if self._named is None:
-            raise self._not_entered()
-        return self._named
+        with self._naming:
+            if self._named is None:
+                self._named = NamedCalls(self._open_fleet)
+            return self._named
 
     # Values by name.
 

@@ -11,8 +11,9 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
+from types import MappingProxyType
 from typing import Any
 
 from skyward.calls.dispatch import Dispatcher
@@ -141,7 +142,6 @@ class Fleet:
         if spec.keep is not None:
             self.client = adoption.client if adoption else secrets.token_hex(8)
         self.keeper = PoolKeeper(adoption.record if adoption else None)
-        self._kept = dict(adoption.machines) if adoption else {}
         # Executors on one host share memory with the client; over a network they help each other.
         clustered = self._authority is not None and spec.options.cluster
         self.relays = Relays() if clustered else None
@@ -275,7 +275,7 @@ class Fleet:
         note_pool(self._journal, adoption.record)
         self._need(Nodes(1))
         self.loop.later(PING_SECONDS, self._ping_while_starting)
-        added = self._add_nodes(sorted(adoption.machines))
+        added = self._add_nodes(sorted(adoption.machines), adoption.machines)
         self._await_ready(added, 1)
         deadline = time.monotonic() + self._ready_seconds
         for node in added:
@@ -304,13 +304,20 @@ class Fleet:
             first = 1 + max((node.index for node in self.nodes), default=-1)
             return self._add_nodes(range(first, first + count))
 
-    def _add_nodes(self, indexes: Sequence[int]) -> list[Node]:
+    def _add_nodes(
+        self,
+        indexes: Sequence[int],
+        there: Mapping[int, tuple[KeptNode, Machine]] = MappingProxyType({}),
+    ) -> list[Node]:
+        """Add nodes and begin to start them; some may have agents and machines already."""
         # Under the lock: whoever closes the pool ends these nodes, or none is added.
         with self.roster.lock:
             if self.closed:
                 return []
             self.allocation.expect(indexes)
-            added = [Node(index, self.new_host(index), self) for index in indexes]
+            added = [
+                Node(index, self.new_host(index), self, kept=there.get(index)) for index in indexes
+            ]
             self.roster.add(added)
         for node in added:
             node.start()
@@ -645,10 +652,6 @@ class Fleet:
             ledger=self.ledger,
         )
 
-    def take_kept(self, index: int) -> tuple[KeptNode, Machine] | None:
-        """The agent and the machine that a node has when the client attaches; None from then on."""
-        return self._kept.pop(index, None)
-
     def agent_config(self, node: Node) -> AgentConfig:
         """The configuration that a node's agent starts with."""
         return self._briefing.agent_config(node, self.dispatcher.packer.cap)
@@ -656,11 +659,6 @@ class Fleet:
     def has_devices(self, node: Node) -> bool:
         """Whether a torch device is open on a node."""
         return self.devices.has_open(node.index)
-
-    @property
-    def has_files(self) -> bool:
-        """Whether nodes get files of the client."""
-        return bool(self.spec.folders or self.spec.volumes)
 
     def deliver(self, node: Node) -> None:
         """Give a node that starts the client's files."""
@@ -727,12 +725,6 @@ class Fleet:
                     node.ready_if_prepared()
             finally:
                 self._telling.release()
-
-    def node_ready(self, node: Node) -> None:
-        """Have a node that has become ready stay, if the pool does."""
-        if self.stays:
-            # Not on the loop's thread: the record is a file.
-            connecting.run(node.stay)
 
     def node_lost(self, node: Node, reason: str) -> None:
         """Note that what was open on a node is gone."""

@@ -249,9 +249,6 @@ class NodeFleet(Protocol):
     def new_host(self, index: int, lost: Host | None = None) -> Host:
         """A host for a node; `lost` is the one that it replaces."""
 
-    def take_kept(self, index: int) -> tuple[KeptNode, Machine] | None:
-        """The agent and the machine that a node has when the client attaches; None from then on."""
-
     def agent_config(self, node: Node) -> AgentConfig:
         """The configuration that a node's agent starts with."""
 
@@ -260,10 +257,6 @@ class NodeFleet(Protocol):
 
     def has_devices(self, node: Node) -> bool:
         """Whether a torch device is open on a node."""
-
-    @property
-    def has_files(self) -> bool:
-        """Whether nodes get files of the client."""
 
     def deliver(self, node: Node) -> None:
         """Give a node that starts the client's files."""
@@ -289,9 +282,6 @@ class NodeFleet(Protocol):
     def node_joins(self, node: Node) -> None:
         """Tell all nodes of one whose executors are all prepared, and make it ready then."""
 
-    def node_ready(self, node: Node) -> None:
-        """Count on a node that has become ready."""
-
     def node_lost(self, node: Node, reason: str) -> None:
         """Note that what was open on a node is gone."""
 
@@ -311,10 +301,15 @@ class Node:
         host: Host,
         fleet: NodeFleet,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        kept: tuple[KeptNode, Machine] | None = None,
     ) -> None:
+        """`kept` is the agent and the machine that the node has when the client attaches."""
         self.index = index
         self.host = host
         self._fleet = fleet
+        self._kept = kept
+        """The agent and the machine that the node starts with; None from then on."""
         self.control: Channel | None = None
         """The connection to the node's agent."""
         self.lanes: dict[tuple[int, int], Lane] = {}
@@ -634,7 +629,7 @@ class Node:
 
         If it was lost and is known to be gone, the node has to be started anew.
         """
-        first = self._fleet.take_kept(self.index)
+        first, self._kept = self._kept, None
         found = first or host.former
         if found is None:
             return False
@@ -660,7 +655,7 @@ class Node:
             await host.start(self._fleet.agent_config(self))
             self._phase("connecting")
             await in_thread(self._connect, host)
-            if self._fleet.has_files:
+            if self._fleet.spec.has_files:
                 await self._bring_files(host)
             if lease.record is not None:
                 await in_thread(self.stay)
@@ -725,7 +720,7 @@ class Node:
             fleet.console.note(warning)
         self._phase("starting workers")
         # An agent that was adopted has its files: another client gave them to it.
-        if adopted or not fleet.has_files:
+        if adopted or not fleet.spec.has_files:
             fleet.agent_up(self)
         fleet.loop.watch(control, self._hear, lambda problem: self._control_ended(control, problem))
 
@@ -1120,6 +1115,18 @@ class Node:
         """Have the agent end an executor and start a new one."""
         self.tell(Kill(lane.worker, lane.slot, lane.pid, reason))
 
+    def find(self, lane: Lane, task: Task) -> Standing:
+        """Where a task is in its code; waits for the agent."""
+        return self._fleet.find(lane, task)
+
+    def executor_prepared(self, lane: Lane, problem: str) -> None:
+        """Take an executor's answer: it has entered the plugins' hooks, or one failed."""
+        self._fleet.executor_prepared(self, lane, problem)
+
+    def gets_memory_back(self, lane: Lane) -> None:
+        """Have an executor told which memory it gets back; a finalizer may call this."""
+        self._fleet.dispatcher.note_release(lane)
+
     def release(self) -> tuple[Channel | None, list[Lane]]:
         """Take the connections to agent and executors from the node; the caller ends them."""
         with self._lock:
@@ -1203,14 +1210,11 @@ class Node:
             Load(self.index, up.worker, up.slot, capacity, open=False),
             channel,
             fleet.dispatcher.packer.store,
+            self,
             pid=up.pid,
             port=up.port,
             neighbor=Neighbor(address, self.host.name),
             relays=fleet.relays,
-            kill=self.kill,
-            look=fleet.find,
-            on_release=fleet.dispatcher.note_release,
-            on_prepared=functools.partial(fleet.executor_prepared, self),
         )
         lane.preparation.group = up.group
         if fleet.roster.closed or not self.add_lane(lane):
@@ -1247,7 +1251,9 @@ class Node:
         """Make the node ready if all of its executors are prepared."""
         if self.become_ready(self._fleet.executors_on(self)):
             self._fleet.console.phase(self.index, "ready")
-            self._fleet.node_ready(self)
+            if self._fleet.keeper.begun is not None:
+                # Not on the loop's thread: the record is a file.
+                connecting.run(self.stay)
 
     def _lane_changed(self, lane: Lane, connected: bool) -> None:
         """Pause an executor that is cut off, unless its process has ended."""

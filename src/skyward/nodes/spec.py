@@ -62,6 +62,11 @@ class PoolSpec:
     notes: tuple[str, ...] = ()
     """What the user asked for and does not get, said once when the pool starts."""
 
+    @property
+    def has_files(self) -> bool:
+        """Whether nodes get files of the client."""
+        return bool(self.folders or self.volumes)
+
 
 def _commands(plugin: Plugin, cluster: Cluster) -> tuple[str, ...]:
     if plugin.bootstrap is None:
