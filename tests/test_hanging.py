@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.calls.standing import Standing
-from skyward.calls.task import Failed
+from skyward.calls.task import Failed, Standing
 from skyward.compute.broadcasting import Ranks, failures_told, first_failed
 from skyward.errors import Outcome
 from skyward.nodes.stacks import ProcessStacks, StackFrame, Stacks, ThreadStack, standing_of

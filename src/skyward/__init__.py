@@ -68,15 +68,15 @@ if TYPE_CHECKING:
     from skyward.errors import WorkerDiedError as WorkerDiedError
     from skyward.files.transfer import Synced as Synced
     from skyward.functions import Function as Function
+    from skyward.functions import Gather as Gather
     from skyward.functions import Group as Group
     from skyward.functions import Group as PendingFunctionGroup  # noqa: F401
     from skyward.functions import Pending as Pending
     from skyward.functions import Pending as PendingFunction  # noqa: F401
     from skyward.functions import function as function
+    from skyward.functions import gather as gather
     from skyward.functions import remote as remote
     from skyward.future import Future as Future
-    from skyward.gathering import Gather as Gather
-    from skyward.gathering import gather as gather
     from skyward.groups import InstanceGroup as InstanceGroup
     from skyward.market import Offer as Offer
     from skyward.nodes.node import NodeView as NodeView
@@ -175,13 +175,14 @@ _HOMES = {
     "files.transfer": ("Synced",),
     "functions": (
         "Function",
+        "Gather",
         "Group",
         "Pending",
         "function",
+        "gather",
         "remote",
     ),
     "future": ("Future",),
-    "gathering": ("Gather", "gather"),
     "groups": ("InstanceGroup",),
     "market": ("Offer",),
     "nodes.stacks": ("Stacks",),

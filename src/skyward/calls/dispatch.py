@@ -13,11 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from skyward.calls import tracing
 from skyward.calls.cancelling import Canceller
-from skyward.calls.counts import Counts
 from skyward.calls.debuggers import DEBUG_KEY, ENVIRONMENT, DebuggerDesk, debug_mode
 from skyward.calls.device_tensors import BroadcastTensors, CallDevices, DeviceTensors
 from skyward.calls.held import HeldWorkers
@@ -93,6 +93,22 @@ UNFINISHED_MAX = 256 << 20
 """How many characters of a line are kept; if it has not ended by then, they are shown as a line."""
 MAKE_AGAIN = "the object is gone with it: make it again, or have @sky.cls(restart=True) do that"
 CLOSED = "this pool is closed; run functions inside its `with sky.Compute()` block"
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a pool has done since it was made."""
+
+    submitted: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    retried: int = 0
+    workers_died: int = 0
+    nodes_lost: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    started: float = field(default_factory=time.monotonic)
 
 
 class Dispatcher:

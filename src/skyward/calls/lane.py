@@ -16,9 +16,8 @@ from typing import Protocol
 from skyward.calls.holdings import Body, Holdings
 from skyward.calls.relays import Neighbor, Relays
 from skyward.calls.scheduler import Load, Scheduler
-from skyward.calls.standing import Standing
 from skyward.calls.streams import Feeder
-from skyward.calls.task import Task
+from skyward.calls.task import Standing, Task
 from skyward.errors import ProtocolError
 from skyward.objects import memory, payloads
 from skyward.objects.blobs import BlobStore, Mapped

@@ -14,7 +14,6 @@ from typing import Any
 from skyward.calls.loop import Borrower, Timer
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.scheduler import Load
-from skyward.calls.standing import Standing
 from skyward.calls.staying import ArrivedTensors, Staying
 from skyward.calls.tracing import CallTrace
 from skyward.errors import RemoteError, SkywardError, TaskCancelledError
@@ -29,6 +28,18 @@ WINDOW = 16
 _EXIT_HINT = " (the function called sys.exit; the worker goes on)"
 
 StreamItem = tuple[Pieces, ArrivedTensors | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a task is in its code, as its node's agent sees it."""
+
+    text: str
+    """The standing in words, for an error: what the task does, and its innermost frames."""
+    place: str = ""
+    """The innermost line of the user's code, such as "train.py:12 in step: loss.backward()"."""
+    collective: str = ""
+    """The collective operation that the task waits in, such as "all_reduce"."""
 
 
 class Task:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from skyward.calls.counts import Counts
+from skyward.calls.dispatch import Counts
 from skyward.market import money
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.spec import PoolSpec

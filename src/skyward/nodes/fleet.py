@@ -22,8 +22,7 @@ from skyward.calls.loop import Loop
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
 from skyward.calls.relays import Relays
-from skyward.calls.standing import Standing
-from skyward.calls.task import Task
+from skyward.calls.task import Standing, Task
 from skyward.console import Console
 from skyward.errors import (
     ConfigurationError,

@@ -20,8 +20,7 @@ from skyward.bootstrap.preparation import Environment
 from skyward.errors import ConfigurationError, NodeLostError, PoolStartError
 from skyward.market import Offer
 from skyward.nodes import provider_loop
-from skyward.nodes.child_agent import ChildAgent
-from skyward.nodes.detached_agent import DetachedAgent
+from skyward.nodes.agents import ChildAgent, DetachedAgent
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.keeping import KeptNode
 from skyward.nodes.ledger import Charge, Ledger

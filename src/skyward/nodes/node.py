@@ -26,8 +26,7 @@ from skyward.calls.loop import Loop
 from skyward.calls.prospects import Prospects
 from skyward.calls.relays import Neighbor, Relays
 from skyward.calls.scheduler import Load
-from skyward.calls.standing import Standing
-from skyward.calls.task import Task
+from skyward.calls.task import Standing, Task
 from skyward.console import Console
 from skyward.errors import (
     ConfigurationError,

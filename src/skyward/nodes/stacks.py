@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from skyward.calls.lane import Lane
-from skyward.calls.standing import Standing
-from skyward.calls.task import Task
+from skyward.calls.task import Standing, Task
 from skyward.errors import SkywardError
 from skyward.wire.asking import ServiceConnection
 
