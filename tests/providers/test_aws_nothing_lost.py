@@ -17,6 +17,7 @@ from skyward.providers import Order
 from skyward.providers.aws import catalogue, site, tags
 from skyward.providers.aws.account import RequestError, shared_account
 from skyward.providers.aws.catalogue import MachineImage
+from skyward.providers.aws.instances import Instances
 from skyward.providers.aws.launches import quota_of
 from skyward.providers.aws.session import main as session_main
 from skyward.providers.aws.site import Keys
@@ -116,8 +117,6 @@ def test_a_placement_group_is_removed_without_the_journal(aws: Gateway) -> None:
 def test_an_instance_that_ends_for_want_of_capacity_is_bought_elsewhere(
     aws: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from skyward.providers.aws.instances import Instances
-
     running, ended = Instances.running, []
 
     async def first_ends(self: Instances, instance: str) -> Any:
@@ -131,6 +130,21 @@ def test_an_instance_that_ends_for_want_of_capacity_is_bought_elsewhere(
     assert len(outcome.machines) == 1
     first, second = aws.made("RunInstances")
     assert first.zone != second.zone
+
+
+def test_an_instance_that_cannot_be_ended_is_told_beside_why_it_did_not_start(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ends(self: Instances, instance: str) -> Any:
+        raise RequestError(f"{instance} did not start")
+
+    monkeypatch.setattr(Instances, "running", ends)
+    aws.fail("TerminateInstances", "UnauthorizedOperation", times=1)
+    (problem,) = attempt(sky.AWS()).problems
+    assert isinstance(problem, RequestError)
+    assert str(problem).endswith("did not start")
+    assert problem.leaves_machine, "so that its node looks for it again"
+    assert "may not do ec2:TerminateInstances" in problem.__notes__[0]
 
 
 def test_every_volume_of_an_ami_is_encrypted_and_ends_with_the_instance(
