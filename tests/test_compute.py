@@ -403,6 +403,7 @@ def test_an_elastic_pool_says_nothing_when_it_is_to_be_quiet(tmp_path, eventuall
     assert capsys.readouterr() == ("", "")
 
 
+@other_case
 def test_a_name_is_only_a_name_and_two_pools_may_share_it(compute):
     with sky.Compute(name="train", options=QUIET) as one, sky.Compute(name="train") as other:
         assert pid() >> one != pid() >> other

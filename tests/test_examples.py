@@ -192,6 +192,7 @@ NEEDS_COMPILER = {
 }
 
 LONG = {
+    "async_pool",
     "compile_gpt",
     "ddp_mnist",
     "device_function",
@@ -206,6 +207,8 @@ LONG = {
     "profile_training",
     "skytorch_cluster",
     "skytorch_mnist",
+    "state",
+    "streaming",
 }
 """Examples of what other tests cover, and which take long: `make test-all` runs them."""
 

@@ -197,6 +197,7 @@ def test_a_state_dict_goes_out_and_back(compute):
     assert same(other.state_dict(), model.state_dict())
 
 
+@other_case
 def test_a_broadcast_gives_every_caller_a_model_of_its_own():
     with sky.Compute(nodes=2, options=QUIET) as pool:
         first, second = sky.function(lambda model: model)(Classifier(width=64)) @ pool

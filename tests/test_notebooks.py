@@ -50,6 +50,7 @@ def kernel(folder: Path) -> Iterator[Kernel]:
         yield kernel
 
 
+@only_in_all
 def test_a_starting_pool_is_one_display_that_changes(kernel: Kernel) -> None:
     shown = kernel.displays(kernel.first)
 

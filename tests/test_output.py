@@ -484,6 +484,7 @@ def run(body, **environment):
     )
 
 
+@only_in_all
 def test_what_a_block_prints_comes_after_the_line_that_it_is_ready():
     done = run("""
         for _ in range(3):
@@ -583,6 +584,7 @@ def test_a_quiet_console_shows_what_tasks_print_and_nothing_else():
     assert sorted(done.stderr.splitlines()) == ["[node 0] complaint", "[node 1] complaint"]
 
 
+@other_case
 def test_a_stream_without_the_characters_still_gets_the_line():
     done = run(
         """

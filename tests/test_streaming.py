@@ -16,7 +16,7 @@ import pytest
 
 import skyward as sky
 
-from .conftest import only_in_all
+from .conftest import only_in_all, other_case
 from .waiting import wait_for
 
 QUIET = sky.Options(console=False)
@@ -151,6 +151,7 @@ def test_a_call_that_streams_keep_from_running_for_ever_fails_and_names_them(
     streams[1].close()
 
 
+@only_in_all
 def test_a_call_does_not_fail_because_of_streams_in_garbage(compute, tmp_path, impatient, request):
     gc.disable()
     request.addfinalizer(gc.enable)
@@ -178,6 +179,7 @@ def test_a_call_waits_for_streams_that_another_thread_may_read(
     streams[1].close()
 
 
+@other_case
 def test_a_call_waits_for_a_stream_whose_time_will_be_over(compute, tmp_path, impatient):
     streams = [tallied.with_timeout(3)(tmp_path / "made") >> compute for _ in range(2)]
 
@@ -398,7 +400,7 @@ def test_a_timeout_counts_for_the_whole_stream(compute, tmp_path, eventually, id
     idle()
 
 
-@pytest.mark.parametrize("executor", ["process", "thread"])
+@pytest.mark.parametrize("executor", ["process", pytest.param("thread", marks=other_case)])
 def test_a_generator_that_is_stopped_may_clean_up_in_peace(executor, tmp_path, eventually, patient):
     @sky.function(timeout=1)
     def endless(number):

@@ -27,7 +27,7 @@ from skyward.files.volumes import NodeVolume
 from skyward.nodes.deliveries import Deliveries, SentFolder
 from skyward.wire.asking import ServiceConnection
 
-from .conftest import PATIENCE, wait_until
+from .conftest import PATIENCE, only_in_all, wait_until
 
 pytest.importorskip("fsspec", reason="fsspec is not installed")
 
@@ -118,6 +118,7 @@ class TestOnAPool:
 
         assert (tmp_path / "taken" / "file").exists()
 
+    @only_in_all
     def test_what_was_written_goes_back_when_the_client_is_gone(
         self, bucket: Path, tmp_path: Path, nothing_left: None
     ) -> None:

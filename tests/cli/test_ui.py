@@ -22,7 +22,7 @@ from skyward.page import sockets
 from skyward.page.door import Door
 from skyward.page.gathering import Gathering
 
-from ..conftest import PATIENCE
+from ..conftest import PATIENCE, other_case
 
 # A page shows all pools of a name, also those of another run of these tests.
 ELSEWHERE, LATER, ALONE = (f"{name}-{os.getpid()}" for name in ("elsewhere", "later", "alone"))
@@ -86,6 +86,7 @@ def test_it_shows_the_pools_of_another_process(
     eventually(lambda: not compute._open_fleet.events.listened)  # nobody looks any more
 
 
+@other_case
 def test_it_shows_only_the_pools_that_are_named(compute: sky.Compute, start: Any) -> None:
     process = start("ui", ALONE, "--json")
     told = messages(address(process))

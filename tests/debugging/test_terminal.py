@@ -16,7 +16,7 @@ import pytest
 
 import skyward as sky
 
-from ..conftest import PATIENCE, Eventually
+from ..conftest import PATIENCE, Eventually, other_case
 
 CTRL_C, CTRL_D = "\x03", "\x04"
 
@@ -156,6 +156,7 @@ def test_after_the_debugger_ctrl_c_cancels_a_call_again(
     person.sees("Ctrl-C cancelled the call")
 
 
+@other_case
 def test_the_time_in_the_debugger_is_not_counted_by_timeouts(person: Person) -> None:
     person.plays("limited")
     person.sees(r"\(Pdb\) ")

@@ -168,6 +168,7 @@ def test_a_compile_shows_what_it_does_and_for_how_long(
     assert last == (f"compiled {what} in N s", False)
 
 
+@only_in_all
 def test_who_waits_for_another_process_that_compiles_says_so(
     workshop: Workshop, eventually: Eventually
 ) -> None:

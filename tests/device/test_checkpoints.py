@@ -240,6 +240,7 @@ def poisoned(device: torch.device) -> torch.Tensor:
     return x
 
 
+@other_case
 def test_a_tensor_that_an_operation_failed_on_is_left_out(pool, store) -> None:
     device = pool.device("cpu")
     others = [torch.full((4,), float(n), device=device) for n in range(300)]

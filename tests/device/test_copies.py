@@ -306,6 +306,7 @@ def test_a_pipeline_of_micro_batches_trains_as_on_one_device(
     assert run(device, other_device) == run("cpu", "cpu")
 
 
+@other_case
 def test_copies_of_a_model_on_several_devices_train_as_one(three: list[torch.device]) -> None:
     def train(places: list[torch.device]) -> list[torch.Tensor]:
         torch.manual_seed(5)

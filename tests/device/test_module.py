@@ -50,6 +50,7 @@ def test_a_device_is_named_and_described_by_its_node(device: torch.device) -> No
     assert f"sky:{device.index}, {found.name}" in torch.sky.memory_summary(device)
 
 
+@only_in_all
 def test_the_process_of_a_cpu_imports_torch_when_an_operator_of_pythons_is_named() -> None:
     """Only the libraries are loaded at first: that makes a device ready 1.5 s earlier."""
     library = torch.library.Library("swift", "DEF")

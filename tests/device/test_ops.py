@@ -38,12 +38,13 @@ def _seed(seed: int) -> None:
 
 
 def _samples(op: Any, dtype: torch.dtype, *, wants_gradients: bool) -> list[Any]:
-    """The first sample, one in the middle and a late one: neighbours are much alike."""
+    """The first sample and a late one; of several dtypes, one in the middle too."""
     _seed(1)
     # Not `op.sample_inputs`, which looks through the stack of calls, at 0.2 s each time.
     made = op.sample_inputs_func(op, "cpu", dtype, wants_gradients)
     some = list(itertools.islice(made, 16))
-    return [some[i] for i in sorted({0, len(some) // 2, len(some) - 1})] if some else []
+    middle = {len(some) // 2} if len(DTYPES) > 1 else set()
+    return [some[i] for i in sorted({0, len(some) - 1} | middle)] if some else []
 
 
 def _spread(value: Any) -> Any:

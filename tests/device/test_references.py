@@ -18,7 +18,7 @@ from torch import nn
 import skyward as sky
 from skyward.objects import references
 
-from ..conftest import only_in_all
+from ..conftest import only_in_all, other_case
 from ..memory import in_use
 from .test_defects import device_processes
 
@@ -557,6 +557,7 @@ def test_a_killed_executor_does_no_harm(alone) -> None:
     assert x.sum().item() == 2000
 
 
+@other_case
 def test_a_retry_has_the_tensors_too(alone, tmp_path: Path) -> None:
     compute, device, _ = alone
 

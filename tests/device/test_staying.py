@@ -354,6 +354,7 @@ def test_memory_is_free_when_the_client_drops_the_tensors(alone, eventually) -> 
     assert in_use(device) <= before
 
 
+@other_case
 def test_a_result_that_nobody_takes_is_freed(alone, eventually) -> None:
     compute, device = alone
     before = in_use(device)

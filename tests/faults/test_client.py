@@ -359,6 +359,7 @@ def test_ctrl_c_in_any_way_of_waiting_leaves_a_pool_that_works(
     assert script.errors == ""
 
 
+@other_case
 def test_ctrl_c_while_a_large_argument_is_on_its_way_leaves_a_pool_that_works(
     client: Callable[..., Script], tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_other_nodes_take_the_tasks_meanwhile(
         assert [node for node, _ in wait_for("/") @ pool] == [0, 1]
 
 
+@other_case
 def test_a_task_without_time_left_fails_or_is_retried(
     tmp_path: Path, tell: Tell, eventually: Eventually
 ) -> None:

@@ -237,6 +237,7 @@ def test_a_timeout_is_raised_in_time_and_its_cancellation_delivered_later(
         assert not (tmp_path / "done").exists()
 
 
+@other_case
 def test_a_task_cancelled_in_an_outage_is_stopped_when_it_is_over(
     far_pool: Any, tmp_path: Path, eventually: Eventually, nothing_left: None
 ) -> None:
@@ -373,6 +374,7 @@ def test_a_dead_agent_is_not_waited_for(
             future.result(60)
 
 
+@other_case
 def test_a_dead_executor_is_reported_as_ever(
     far_pool: Any, tmp_path: Path, eventually: Eventually, nothing_left: None
 ) -> None:

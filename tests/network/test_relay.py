@@ -81,6 +81,7 @@ def test_a_broadcast_leaves_the_client_once(far_pool: Any, values: Any) -> None:
         assert 24 <= mib() < 25
 
 
+@other_case
 def test_so_does_data_that_was_put(far: Any, values: Any) -> None:
     data = new(values)
     handle = sky.put(data)

@@ -64,6 +64,7 @@ def train() -> dict[str, Any]:
     }
 
 
+@only_in_all
 def test_an_accelerator_is_distributed_and_has_its_settings(pool: sky.Compute) -> None:
     first, second = train() @ pool
 

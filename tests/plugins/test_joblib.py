@@ -162,6 +162,7 @@ def test_a_generator_gives_results_as_they_come(pool: sky.Compute) -> None:
     assert Parallel(n_jobs=-1)(delayed(abs)(i) for i in range(3)) == [0, 1, 2]
 
 
+@only_in_all
 def test_an_unordered_generator_gives_the_quick_ones_first(pool: sky.Compute) -> None:
     calls = (delayed(slowly)(i, 5.0 if i == 0 else 0.0) for i in range(4))
 

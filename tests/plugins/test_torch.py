@@ -172,6 +172,7 @@ def test_killing_a_rank_fails_the_others_and_the_next_broadcast_has_a_new_group(
     assert (environment() @ compute)[0]["MASTER_PORT"] != before[0]["MASTER_PORT"]
 
 
+@only_in_all
 def test_a_rank_that_notices_nothing_is_ended(
     compute: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,8 @@ import skyward as sky
 from skytorch.client import Compute, default_namespace, init
 from skytorch.client.event import Event
 
+from ..conftest import only_in_all
+
 
 def process() -> int:
     return os.getpid()
@@ -88,6 +90,7 @@ def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
         asyncio.run(Compute(name="hasty").ready(timeout))
 
 
+@only_in_all
 def test_a_suspended_compute_refuses_its_device_until_it_is_resumed(nothing_left: None) -> None:
     async def main() -> None:
         async with Compute(name="napper") as node:

@@ -10,7 +10,10 @@ import torch
 import skyward as sky
 from skytorch.client import Compute
 
+from ..conftest import other_case
 
+
+@other_case
 def test_a_training_step_runs_on_its_device(node: Compute) -> None:
     torch.manual_seed(0)
     local = torch.nn.Linear(4, 2)

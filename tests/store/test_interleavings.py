@@ -18,6 +18,8 @@ from skyward.store.collecting import collect
 from skyward.store.places.local import LocalFiles
 from skyward.store.saving import GRACE, Saving
 
+from ..conftest import other_case
+
 STEPS = {
     *("read", "read_into", "view", "size", "write", "create", "list", "delete"),
     *("draft", "rename"),  # a draft is published by renaming it
@@ -100,7 +102,7 @@ def interleave(folder: Path, save_step: int, collect_step: int, deleted_by: str)
     return had_the_step
 
 
-@pytest.mark.parametrize("deleted_by", ["save", "collection"])
+@pytest.mark.parametrize("deleted_by", ["save", pytest.param("collection", marks=other_case)])
 def test_a_collection_at_any_time_spares_what_a_save_reuses(folder: Path, deleted_by: str) -> None:
     """Every step of the save with every step of the collection."""
     cases = 0

@@ -14,6 +14,8 @@ from torch import nn
 
 from skyward.objects import encoding
 
+from ..conftest import other_case
+
 Trip = Callable[..., Any]
 
 DTYPES = [
@@ -228,6 +230,7 @@ def test_a_module_arrives_whole_with_tied_weights_tied(trip: Trip) -> None:
     assert len(list(got.parameters())) == len(list(model.parameters()))
 
 
+@other_case
 def test_an_optimizer_still_steps_its_own_model(trip: Trip) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

@@ -36,7 +36,7 @@ from skyward.worker.process import ending
 from skyward.worker.residents import Residents
 from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
 
-from ..conftest import PATIENCE
+from ..conftest import PATIENCE, only_in_all
 
 QUIET = sky.Options(console=False)
 REAL_TIME = signal.SIGRTMIN + 1
@@ -122,6 +122,7 @@ def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> N
     devices.close_all()
 
 
+@only_in_all
 def test_the_client_hears_that_a_device_compiles_and_why_it_could_not(
     config: AgentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
