@@ -117,8 +117,9 @@ def batches_of(files: Sequence[str]) -> list[Batch]:
     found: list[Batch] = []
     groups: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for path in files:
-        apart = path if path in ALONE else str(Path(path).parent)
-        groups[lane_of(path), apart].append(path)
+        lane = lane_of(path)
+        apart = path if path in ALONE else "" if lane else str(Path(path).parent)
+        groups[lane, apart].append(path)
     for (lane, _), group in groups.items():
         group.sort(key=lambda path: -known.get(path, UNKNOWN_SECONDS))
         bins: list[tuple[list[str], float]] = []

@@ -284,6 +284,7 @@ def test_a_tensor_that_an_operation_failed_on_since_is_set_back(pool, store) -> 
     sky.checkpoint(device, store, x=x)
 
 
+@only_in_all
 def test_a_lost_node_comes_back_with_the_tensors(store, eventually) -> None:
     with sky.Compute(options=QUIET) as compute:
         device = compute.device("cpu")

@@ -24,7 +24,7 @@ from skyward.device.graphs.text import (
     name_of,
 )
 
-from ..conftest import only_in_all
+from ..conftest import only_in_all, other_case
 
 pytestmark = [
     # Of torch's own, where it imports its compiler.
@@ -62,6 +62,7 @@ def programs() -> running.Programs:
     return running.Programs("cpu")
 
 
+@other_case
 def test_a_worker_runs_a_graph_until_it_is_dropped(programs: running.Programs) -> None:
     token = programs.ship(
         _bytes(_message(GraphNode("call", "y", "aten::mul.Tensor", [NodeValue("x"), 3])))

@@ -22,7 +22,7 @@ from skyward.device.libraries import torch as patches_of_torch
 from skyward.device.libraries.choice import Choice
 from skyward.device.libraries.patches import Patches, wrap, wrap_property
 
-from ..conftest import Sharing, only_in_all
+from ..conftest import Sharing, only_in_all, other_case
 
 torch = pytest.importorskip("torch")
 
@@ -297,6 +297,7 @@ def test_arguments_of_a_trainer_choose_the_device_and_allow_bf16(
 # What cannot be.
 
 
+@other_case
 @pytest.mark.usefixtures("fresh")
 def test_what_cannot_run_on_the_device_says_why(device: torch.device) -> None:
     accelerate = pytest.importorskip("accelerate")

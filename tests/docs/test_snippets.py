@@ -33,12 +33,14 @@ SLOW = (
     "docs/guides/first-steps.md",
     "docs/guides/functions.md",
     "docs/guides/round-trip.md",
+    "docs/index.md",
+    "docs/plugins.md",
     "README.md",
     "docs/state.md",
 )
-"""torch.compile and training on several nodes take long, and the tests of the device, of functions
-of the torch plugin and of shared objects run what the pages show; the round trip and the first
-steps are those of `docs/index.md`; the README is a script of `tests/test_examples.py`."""
+"""torch.compile and training take long, and the tests of the device, of functions, of plugins and
+of shared objects run what the pages show; the round trip of the first pages is that of `sky demo`
+and of `tests/test_model_roundtrip.py`; the README is a script of `tests/test_examples.py`."""
 
 
 @pytest.mark.parametrize(

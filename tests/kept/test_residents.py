@@ -20,7 +20,7 @@ from skyward.nodes import keeping
 from skyward.nodes.devices import PoolDevices
 from skyward.nodes.occupancy import occupancy
 
-from ..conftest import ALL, PATIENCE, Eventually
+from ..conftest import ALL, PATIENCE, Eventually, other_case
 from .conftest import QUIET, Script, said
 
 torch = pytest.importorskip("torch")
@@ -175,6 +175,7 @@ def test_a_second_client_gets_a_copy(bench: str, script: Script) -> None:
         compute.forget("both")
 
 
+@other_case
 def test_values_in_two_processes_are_both_the_very_tensors(bench: str, script: Script) -> None:
     with sky.attach(bench) as compute:
         first = torch.zeros(2, device=compute.device("cpu"))

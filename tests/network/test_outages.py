@@ -279,6 +279,7 @@ def test_ctrl_c_in_an_outage_is_answered_at_once(
         assert not (tmp_path / "done").exists()
 
 
+@only_in_all
 def test_a_device_and_its_process_outlast_an_outage(
     far_pool: Any, eventually: Eventually, nothing_left: None
 ) -> None:

@@ -13,7 +13,7 @@ from skyward import accelerators
 from skyward.nodes.journal import Journal
 from skyward.providers.aws.account import Account, RequestError
 
-from ..conftest import other_case
+from ..conftest import only_in_all, other_case
 from .aws_gateway import Gateway
 from .aws_orders import Outcome, a_request, attempt, making
 from .aws_stand_ins import IMAGES, reservation
@@ -78,6 +78,7 @@ def test_a_login_that_has_expired_says_how_to_log_in_again(profiles: Path, profi
     assert "`sky ps` works without one" in str(caught.value)
 
 
+@only_in_all
 def test_credentials_that_have_expired_end_a_launch_with_advice(aws: Gateway) -> None:
     aws.fail("*", "RequestExpired", when=lambda call: call.service == "ec2", times=2)
     with pytest.raises(sky.UnavailableError) as caught:

@@ -450,6 +450,7 @@ def policy() -> dict[str, Any]:
     return read
 
 
+@only_in_all
 def test_the_policy_in_the_documentation_is_enough(
     aws: Gateway, policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def interpreter() -> tuple[str, str]:
     return sys.version, sys.base_prefix
 
 
+@only_in_all
 @pytest.mark.slow
 def test_uv_python_and_packages_are_brought_to_a_machine_that_has_none(
     image: str,
