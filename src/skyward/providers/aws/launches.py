@@ -95,6 +95,8 @@ class AWSAllocation(SharedAllocation[AWSMachine]):
 
     async def _opened(self) -> Instances:
         await asyncio.to_thread(lambda: self._account)
+        # Here, on the event loop: two threads might make two of each.
+        _ = self._catalogue
         return self._instances
 
     async def get(self, order: Order) -> AWSMachine:
