@@ -23,15 +23,16 @@ from skyward.errors import PoolError, UnreachableError
 from skyward.providers import Order, Request, owner
 from skyward.providers.on_node import keeper
 from skyward.providers.piped import program
-from skyward.providers.slurm import pending, resources, script
+from skyward.providers.slurm import submission
 from skyward.providers.slurm.commands import (
     SlurmCluster,
     SlurmJob,
     comment,
+    hopeless,
     numbers,
     read_jobs,
-    seconds,
     shortened,
+    told_waiting,
 )
 from skyward.providers.slurm.login import Here, here_environment
 from skyward.spec import Volume
@@ -45,8 +46,7 @@ def submit(provider: sky.Slurm, given: Request, nodes: Sequence[int] = (0, 1)) -
     """Submit a job, and give its number."""
 
     async def scenario() -> str:
-        submission = provider._submission
-        return await submission.submit(SlurmCluster(Here()), "p", nodes, Order("p", 0, given))
+        return await provider.allocate("p").submit(nodes, Order("p", 0, given))
 
     return asyncio.run(scenario())
 
@@ -107,8 +107,7 @@ def test_the_name_of_a_cluster_has_no_place_in_line(site: Site) -> None:
     [("0:58", 58), ("2:03:04", 7384), ("1-00:00:01", 86401), ("UNLIMITED", None), ("", None)],
 )
 def test_times_as_slurm_writes_them(text: str, meant: float | None) -> None:
-    assert seconds(text) == meant
-    assert keeper.seconds_of(text) == (keeper.UNKNOWN_LEFT if meant is None else meant)
+    assert keeper.seconds_of(text) == meant
 
 
 @pytest.mark.parametrize("nodes", [(0,), (0, 1, 2), (0, 2, 3, 7), (5, 1)])
@@ -184,16 +183,16 @@ def test_a_waiting_job_says_why(
 ) -> None:
     job = SlurmJob("42", "PENDING", reason, "gpu", None, start, "")
 
-    assert pending.told(job, place) == told
+    assert told_waiting(job, place) == told
 
 
 def test_a_reason_that_no_waiting_mends_is_told_with_the_next_step() -> None:
     job = SlurmJob("42", "PENDING", "PartitionTimeLimit", "gpu", None, "N/A", "")
 
-    assert pending.hopeless(job) == (
+    assert hopeless(job) == (
         "PartitionTimeLimit; the partition allows less time: give a shorter time="
     )
-    assert pending.hopeless(SlurmJob("42", "PENDING", "Priority", "gpu", None, "N/A", "")) == ""
+    assert hopeless(SlurmJob("42", "PENDING", "Priority", "gpu", None, "N/A", "")) == ""
 
 
 # What is asked for.
@@ -208,7 +207,7 @@ c1|48|190000|(null)|intel
 
 
 def test_the_nodes_of_a_cluster_are_read_from_sinfo() -> None:
-    nodes = resources.read_nodes(NODES)
+    nodes = submission.read_nodes(NODES)
 
     assert [node.name for node in nodes] == ["g1", "g2", "g3", "c1"]
     assert nodes[0].gpus == (("a100_80gb", 8),)
@@ -233,23 +232,23 @@ def test_the_nodes_of_a_cluster_are_read_from_sinfo() -> None:
     ],
 )
 def test_gpus_bring_their_share_of_the_node(wanted: Any, options: list[str]) -> None:
-    found = resources.options(request(accelerator=wanted), resources.read_nodes(NODES))
+    found = submission.options(request(accelerator=wanted), submission.read_nodes(NODES))
 
     assert found == options
 
 
 def test_gpus_without_a_type_are_asked_for_by_number() -> None:
-    nodes = resources.read_nodes("g1|16|64000|gpu:4|x\n")
+    nodes = submission.read_nodes("g1|16|64000|gpu:4|x\n")
 
     asked = request(accelerator=sky.accelerators.H100(count=2), vcpus=3, memory_gb=10)
-    assert resources.options(asked, nodes) == [
+    assert submission.options(asked, nodes) == [
         *("--gres=gpu:2", "--cpus-per-task=3", "--mem=10240M")
     ]
 
 
 def test_without_gpus_only_what_was_asked_for_is() -> None:
-    assert resources.options(request(), []) == []
-    assert resources.options(request(vcpus=1.5, disk_gb=20), []) == [
+    assert submission.options(request(), []) == []
+    assert submission.options(request(vcpus=1.5, disk_gb=20), []) == [
         "--cpus-per-task=2",
         "--tmp=20G",
     ]
@@ -447,7 +446,7 @@ def test_frameworks_see_the_job_and_not_the_step(monkeypatch: pytest.MonkeyPatch
     for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_ID", "PMI_RANK", "HOME"):
         monkeypatch.setenv(name, "1")
 
-    found = keeper.environment()
+    found = keeper.environment(keeper.OF_STEP, keeper.OF_JOB)
 
     assert {"SLURM_JOB_ID", "HOME"} <= set(found)
     assert not {"SLURM_PROCID", "SLURM_STEP_ID", "PMI_RANK"} & set(found)
@@ -489,7 +488,9 @@ def test_every_executable_is_called_by_itself(site: Site) -> None:
 
     async def scenario() -> None:
         cluster = SlurmCluster(login)
-        await sky.Slurm()._submission.submit(cluster, "p", [0], Order("p", 0, request()))
+        jobs = sky.Slurm().allocate("p")
+        jobs.login, jobs.cluster = login, cluster
+        await jobs.submit([0], Order("p", 0, request()))
         await cluster.jobs_called("sky-p")
         await cluster.hostnames("n[1-2]")
         await cluster.shrink("42", ["n1"], "skyward:0")
@@ -501,7 +502,9 @@ def test_every_executable_is_called_by_itself(site: Site) -> None:
 
 def run_script(site: Site, **variables: str) -> int:
     """Run the script of a job as Slurm would, and give its exit status."""
-    text = script.batch_script({"pool": "p", "nodes": [0, 1], "idle": 1}, ["--quiet"], ["--step"])
+    text = submission.batch_script(
+        {"pool": "p", "nodes": [0, 1], "idle": 1}, ["--quiet"], ["--step"]
+    )
     env = {"PATH": f"{site.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "42", **variables}
     return subprocess.run(["sh"], input=text, env=env, timeout=30).returncode
 
@@ -538,7 +541,7 @@ def test_the_warning_goes_to_all_nodes_in_one_step(site: Site) -> None:
 def one_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> keeper.Keeper:
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setattr(keeper, "PLACES", (str(tmp_path),))
-    return keeper.Keeper({"pool": "p", "nodes": [0], "idle": 1})
+    return keeper.Keeper(keeper.folder_name(), 0, {"pool": "p", "idle": 1}, {})
 
 
 def test_the_keeper_is_private_and_what_commands_write_is_not(one_keeper: keeper.Keeper) -> None:

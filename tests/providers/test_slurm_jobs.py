@@ -11,9 +11,8 @@ import pytest
 import skyward as sky
 from skyward.errors import PoolStartError, UnreachableError
 from skyward.providers import Order
-from skyward.providers.slurm import jobs as jobs_module
-from skyward.providers.slurm.commands import SlurmCluster
-from skyward.providers.slurm.jobs import AskedJob, SlurmAllocation
+from skyward.providers import slurm as slurm_module
+from skyward.providers.slurm import AskedJob, SlurmAllocation
 from skyward.providers.slurm.login import Here
 
 from .slurm_site import RUNNING, WAITING, Site, request, site
@@ -171,7 +170,7 @@ def test_a_job_that_waits_too_long_is_cancelled_once_for_all_its_nodes(site: Sit
 def test_a_job_keeps_its_place_while_the_controller_does_not_answer(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs_module, "LONGEST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(slurm_module, "LONGEST_POLL_SECONDS", 0.05)
     site.answers("squeue", WAITING.replace("Priority", "BadConstraints").strip())
     site.fails_first("squeue", 3, SILENT)
     site.changes("scancel", "squeue", ENDED)
@@ -230,8 +229,9 @@ def test_a_job_that_slurm_took_without_an_answer_is_known(
     site.answers("squeue", queue.strip())
 
     async def scenario() -> str:
-        submission, order = sky.Slurm()._submission, Order("p", 0, request())
-        return await submission.submit(SlurmCluster(Here()), "p", (0, 1), order, {"42"})
+        jobs = pool_jobs(sky.Slurm())
+        known(jobs, 0, 1)
+        return await jobs.submit((0, 1), Order("p", 0, request()))
 
     if numbers:
         assert [asyncio.run(scenario())] == numbers
@@ -250,7 +250,7 @@ def greeting(node: int, host: str) -> str:
 def test_a_container_may_take_longer_to_start_than_a_keeper(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs_module, "GREETING_SECONDS", 0.0)
+    monkeypatch.setattr(slurm_module, "GREETING_SECONDS", 0.0)
     site.answers("squeue", RUNNING.replace("n[1-2]", "n1").strip())
     site.answers("srun", f"--container-image\n{greeting(0, 'n1')}")
     site.fails_first("srun", 2, "skyward: no keeper runs on this node", unless="--help")

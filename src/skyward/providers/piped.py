@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import socket
 import uuid
@@ -165,6 +166,29 @@ class Piped:
         await asyncio.wait({work})
         if not work.cancelled():
             work.exception()
+
+
+class Kept(Piped):
+    """What runs its programs below a keeper, which `dial` reaches by the name "keeper"."""
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        """A blocking socket to an endpoint of the machine, or to its keeper."""
+        raise NotImplementedError
+
+    async def pipe(self, command: Sequence[str]) -> socket.socket:
+        """Have the keeper run a program."""
+        end = await self.dial("keeper")
+        asked = json.dumps({"ask": "run", "command": list(command)})
+        end.setblocking(False)
+        try:
+            # If nobody takes it, the socket is at its end.
+            with contextlib.suppress(OSError):
+                await asyncio.get_running_loop().sock_sendall(end, asked.encode() + b"\n")
+        except BaseException:
+            end.close()
+            raise
+        end.setblocking(True)
+        return end
 
 
 class _Command:

@@ -11,7 +11,7 @@ import threading
 def main() -> None:
     """Run the module that the argument names; its standard output has the notice."""
     threading.Thread(target=_end_with_agent, daemon=True).start()
-    runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 def _end_with_agent() -> None:

@@ -5,12 +5,19 @@ Formats are asked for explicitly, so that the answers are the same in all versio
 
 from __future__ import annotations
 
+import asyncio
+import datetime
+import json
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyward.errors import ConfigurationError, PoolError, UnreachableError
+from skyward.providers.on_node.keeper import seconds_of
+from skyward.providers.on_node.relay import NO_KEEPER
 from skyward.providers.slurm.login import CommandAnswer, Login
+from skyward.providers.slurm.submission import relay_command
 
 _FORMAT = "%i|%T|%r|%P|%L|%S|%N|%k"
 _MARK = re.compile(r"skyward:([\d,-]+)")
@@ -31,6 +38,31 @@ _OUT_OF_REACH = (
     "Unexpected message received",
 )
 _UNKNOWN_JOB = ("Invalid job id", "Invalid job id specified", "Unable to look up job")
+ANSWER_SECONDS = 8.0
+"""How long a node may take to answer whether its keeper runs."""
+_GREETED = "skyward "
+_ADVICE = (
+    ("PartitionTimeLimit", "the partition allows less time: give a shorter time="),
+    ("PartitionNodeLimit", "the partition allows fewer nodes: ask for fewer, or another one"),
+    ("PartitionConfig", "the partition allows no such job: see `scontrol show partition`"),
+    ("BadConstraints", "no node has what is asked for: see `sinfo --Node --long`"),
+    ("InvalidAccount", "give an account= of yours: see `sacctmgr show associations`"),
+    ("InvalidQOS", "give a qos= that you may use: see `sacctmgr show qos`"),
+    ("AccountNotAllowed", "the partition does not take this account: give another account="),
+    ("QOSNotAllowed", "the partition does not take this QOS: give another qos="),
+    ("DependencyNeverSatisfied", "the job that it depends on has failed"),
+    ("JobHeldAdmin", "an administrator holds the job"),
+    ("launch failed requeued held", "its nodes could not start it: see `scontrol show job`"),
+    ("JobLaunchFailure", "its nodes could not start it: see `scontrol show job`"),
+)
+_HOPELESS = (
+    *("PartitionTimeLimit", "PartitionNodeLimit", "BadConstraints", "InvalidAccount"),
+    *("InvalidQOS", "AccountNotAllowed", "QOSNotAllowed", "DependencyNeverSatisfied"),
+    *("launch failed requeued held", "JobLaunchFailure"),
+)
+"""Reasons that no waiting mends."""
+_LIMITS = ("MaxGRESPerUser", "MaxCpuPerUser", "MaxJobsPerUser", "MaxMemoryPerUser", "GrpGRES")
+_SOON = ("None", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +113,30 @@ class SlurmJob:
         return self.state.partition(" ")[0] in ENDED
 
 
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a keeper says of itself and of its node."""
+
+    node: int
+    host: str
+    address: str
+    token: str
+    """Another one for every keeper: a job that Slurm starts again has new ones."""
+    home: dict[str, int]
+
+    @classmethod
+    def of(cls, text: str) -> Greeting:
+        """Read what a relay has printed."""
+        told = json.loads(text)
+        return cls(
+            node=int(told["node"]),
+            host=str(told["slurm"]),
+            address=str(told["address"]),
+            token=str(told["token"]),
+            home={str(name): int(number) for name, number in told["home"].items()},
+        )
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """Numbers and ranges: "0-3,7"."""
     found: list[int] = []
@@ -101,18 +157,6 @@ def shortened(nodes: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
-def seconds(text: str) -> float | None:
-    """A time as Slurm writes it, "1-02:03:04" or "2:03"; None for a word."""
-    days, _, clock = text.strip().rpartition("-")
-    try:
-        total = 0.0
-        for part in clock.split(":"):
-            total = total * 60 + int(part)
-        return total + 86400 * int(days or 0)
-    except ValueError:
-        return None
-
-
 def comment(nodes: Sequence[int], owner: str, pid: int, name: str) -> str:
     """What a job says of itself: its nodes, and for `sky gc` whose it is."""
     called = re.sub(r"[^\w.-]", "-", name)
@@ -129,7 +173,7 @@ def read_jobs(output: str) -> list[SlurmJob]:
         if len(parts) == 8:
             id, state, reason, partition, left, start, hosts, comment = parts
             found.append(
-                SlurmJob(id, state, reason, partition, seconds(left), start, hosts, comment)
+                SlurmJob(id, state, reason, partition, seconds_of(left), start, hosts, comment)
             )
     return found
 
@@ -265,3 +309,111 @@ class SlurmCluster:
         """Give back all nodes of a job but these; whether Slurm did that."""
         command = ["scontrol", "update", f"JobId={id}", f"NodeList={','.join(hosts)}"]
         return (await self.login.call([*command, f"Comment={comment}"])).status == 0
+
+    # Steps of a running job, which lead to its keepers.
+
+    async def step_options(self) -> list[str]:
+        """The options of every step beside the keepers': they take nothing for themselves."""
+        return [
+            *await self.overlap(),
+            *("--mpi=none", "--gres=none", "--cpu-bind=none", "--chdir=/", "--quiet"),
+        ]
+
+    async def _step(self, job: str, *hosts: str) -> list[str]:
+        """The command that runs another one on each of these nodes."""
+        place = [f"--jobid={job}", f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}"]
+        tasks = ["--ntasks-per-node=1", f"--ntasks={len(hosts)}"]
+        return ["srun", *await self.step_options(), *place, *tasks]
+
+    async def pipe(self, job: str, host: str, target: str = "keeper") -> socket.socket:
+        """A socket whose other end is one on a node."""
+        # With buffers, Slurm passes output on line by line.
+        step = [*await self._step(job, host), "--unbuffered"]
+        return await self.login.pipe([*step, *relay_command(target)])
+
+    async def greet(
+        self, job: str, hosts: Sequence[str], keeper: str = "keeper"
+    ) -> tuple[list[Greeting], str]:
+        """The greetings of the keepers of a job, and what Slurm said if some are missing."""
+        asked = relay_command(keeper, '{"ask": "hello"}')
+        answer = await self.login.call([*await self._step(job, *hosts), *asked])
+        found = [
+            Greeting.of(line.removeprefix(_GREETED))
+            for line in answer.output.splitlines()
+            if line.startswith(_GREETED)
+        ]
+        if not found and answer.status == NO_KEEPER:
+            return [], "no keeper runs there"
+        return found, first_words(answer)
+
+    async def greet_one(self, job: str, host: str) -> Greeting | None:
+        """The greeting of the keeper on one node; None if none runs there."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                found, words = await self.greet(job, [host], "keeper-now")
+        except TimeoutError:
+            raise UnreachableError(f"job {job}: {host} does not answer") from None
+        if not found and words != "no keeper runs there":
+            raise UnreachableError(f"job {job}: {host} does not answer: {words}")
+        return found[0] if found else None
+
+    async def end_keeper(self, job: str, host: str) -> None:
+        """Have the keeper on a node end, with all that it runs."""
+        asked = relay_command("keeper-now", '{"ask": "end"}')
+        await self.login.call([*await self._step(job, host), *asked])
+
+
+# Why a job waits, in Slurm's own words, and what may be done about it.
+
+
+def told_waiting(job: SlurmJob, place: tuple[int, int] | None) -> str:
+    """Why a job waits, for people: "job 42 waits: Priority (3rd of 12 in main)"."""
+    if job.reason in _SOON:
+        return f"job {job.id} is submitted"
+    details = []
+    if place is not None and place[1] > 1:
+        details.append(f"{ordinal(place[0])} of {place[1]} in {job.partition}")
+    if (start := expected(job.start)) is not None:
+        details.append(f"expected to start at {start}")
+    if any(limit in job.reason for limit in _LIMITS):
+        details.append("a limit of your account: it runs when your other jobs have ended")
+    more = f" ({', '.join(details)})" if details else ""
+    return f"job {job.id} waits: {job.reason}{more}"
+
+
+def ordinal(number: int) -> str:
+    """A place in a line: "1st"."""
+    teen = number % 100 in (11, 12, 13)
+    return f"{number}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+
+
+def expected(start: str) -> str | None:
+    """When Slurm expects a job to start, without the date if that is today."""
+    try:
+        when = datetime.datetime.fromisoformat(start)
+    except ValueError:
+        return None
+    today = when.date() == datetime.datetime.now().date()
+    return when.strftime("%H:%M" if today else "%Y-%m-%d %H:%M")
+
+
+def hopeless(job: SlurmJob) -> str:
+    """Why a job will never run, with the next step; empty if it may yet."""
+    if not any(job.reason.startswith(words) for words in _HOPELESS):
+        return ""
+    return f"{job.reason}{advice(job.reason)}"
+
+
+def advice(reason: str) -> str:
+    """The next step for a reason."""
+    return next((f"; {step}" for words, step in _ADVICE if reason.startswith(words)), "")
+
+
+def how_it_ended(id: str, job: SlurmJob | None) -> str:
+    """How a job has ended, for people."""
+    if job is None:
+        return f"job {id} is gone; see `sacct --jobs={id}`"
+    said = "" if job.comment in ("", "(null)") or job.nodes else f"; it said: {job.comment}"
+    # What it has come to is known only when all its processes have ended.
+    state = "" if job.state == "COMPLETING" else f": {job.state}"
+    return f"job {id} has ended{state}{said}; see `sacct --jobs={id}`"

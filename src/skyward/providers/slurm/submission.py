@@ -1,220 +1,215 @@
-"""The submission: the call of `sbatch` that asks for the nodes of a pool."""
+"""The submission: what `sbatch` gets, which is the options of a request and the job's script."""
 
 from __future__ import annotations
 
+import json
 import math
-import os
-from collections.abc import Collection, Sequence
+import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyward.errors import (
-    ConfigurationError,
-    PoolError,
-    PoolStartError,
-    UnavailableError,
-    UnreachableError,
-)
-from skyward.providers import Order, Request, owner
-from skyward.providers.slurm import resources, steps
-from skyward.providers.slurm.commands import (
-    SlurmCluster,
-    check,
-    comment,
-    first_words,
-    is_out_of_reach,
-)
-from skyward.providers.slurm.login import CommandAnswer
-from skyward.providers.slurm.script import SIGNAL, batch_script
+from skyward.accelerators import Accelerator
+from skyward.providers import Request
+from skyward.providers.piped import program
 
-PREFIX = "sky-"
-"""How the names of the pools' jobs begin."""
-_NOT_THERE = "Requested node configuration is not available"
-_FOR_A_WHILE = ("MaxSubmit", "Resource temporarily unavailable", "try again", "Slurm is in")
-"""Refusals that other jobs' ends may mend."""
+FORMAT = "%N|%c|%m|%G|%f"
+_GRES = re.compile(r"(?:^|,)gpu(?::(?P<type>[^:,()]+))?:(?P<count>\d+)")
+_SHARE = 0.95
+"""How much of a node's memory is divided by its GPUs: sites keep some for the system."""
+WARNING_SECONDS = 120
+"""How long before the end of the time limit the warning comes; Slurm may send it 60 s earlier."""
+SIGNAL = f"--signal=B:USR1@{WARNING_SECONDS}"
+"""To the script alone: a signal to the steps would end the user's processes."""
+NO_PYTHON = 78
+# The system's own first: what comes first on the path may be a script that looks for a Python.
+_START = """\
+for python in /usr/bin/python3 python3 /usr/libexec/platform-python python3.13 python3.12 \\
+    python3.11 python3.10 python3.9 python3.8 python3.7 python3.6
+do
+    if command -v "$python" >/dev/null 2>&1; then exec "$python" -I -c "$@"; fi
+done
+printf 'skyward: there is no Python 3 on %s\\n' "$(uname -n)" >&2
+exit 78
+"""
+_SCRIPT = """\
+#!/bin/sh
+start={start}
+relay={relay}
+keeper={keeper}
+
+# Slurm says that it will soon end the job: tell every keeper how much time is left.
+warn() {{
+    left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%L 2>/dev/null)
+    nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N 2>/dev/null)
+    told="{{\\"ask\\": \\"notice\\", \\"left\\": \\"$left\\", \\"reason\\": \\"{reason}\\"}}"
+    nodes=${{nodes:-$SLURM_JOB_NODELIST}}
+    count=$(scontrol show hostnames "$nodes" | wc -l)
+    srun {step} --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes" \\
+        sh -c "$start" sh "$relay" keeper "$told" &
+}}
+
+trap warn USR1
+# The keepers get this signal, too, and need a moment.
+trap : TERM
+# TMPDIR may name a folder that only the login node has. Without a name, the file leaves nothing.
+if words=$(mktemp /tmp/sky.XXXXXX 2>/dev/null); then
+    exec 3<>"$words"
+    rm -f "$words"
+else
+    exec 3>/dev/null
+fi
+srun {launch} sh -c "$start" sh "$keeper" {config} 2>&3 &
+keepers=$!
+status=0
+while :; do
+    wait "$keepers"
+    status=$?
+    kill -0 "$keepers" 2>/dev/null || break
+done
+if [ "$status" != 0 ] && [ -s /proc/self/fd/3 ]; then
+    # The client reads why, where it cannot read a file of this node.
+    scontrol update JobId="$SLURM_JOB_ID" Comment="$(tail -c 400 /proc/self/fd/3 | tr '\\n|' '  ')"
+fi
+exit "$status"
+"""
+
+
+# What a request becomes.
 
 
 @dataclass(frozen=True, slots=True)
-class Submission:
-    """What the user said about the jobs of a pool."""
+class NodeKind:
+    """What one node of the cluster has, as `sinfo` shows it."""
 
-    partition: str | None
-    account: str | None
-    qos: str | None
-    constraint: str | None
-    time: str | None
-    container: str | None
-    extra: tuple[str, ...]
-    python: str | None
-    is_direct: bool
-    """Whether this process can connect to the nodes."""
+    name: str
+    cpus: int
+    memory_mb: int
+    gpus: tuple[tuple[str, int], ...]
+    """The types of its GPUs and how many there are; a site may give them no type."""
+    features: tuple[str, ...]
 
-    def job_name(self, pool: str) -> str:
-        """The name of a pool's jobs."""
-        return f"{PREFIX}{pool}"
 
-    async def submit(
-        self,
-        cluster: SlurmCluster,
-        pool: str,
-        nodes: Sequence[int],
-        order: Order,
-        known: Collection[str] = (),
-    ) -> str:
-        """Submit a job for some nodes, and give its number; raises with Slurm's own words.
-
-        `known` has the numbers of the pool's other jobs.
-        """
-        request = order.request
-        there = await self._nodes(cluster, request)
-        asked = resources.options(request, there)
-        about = comment(nodes, owner(), os.getpid(), order.name)
-        command = ["sbatch", *self._options(pool, nodes, request, about), *asked, *self.extra]
-        script = await self._script(cluster, pool, nodes, request, asked)
-        # A job that can never run is accepted by `sbatch`, but not by its test.
-        test = await cluster.login.call([*command, "--test-only"], script)
-        if test.status:
-            if _NOT_THERE in first_words(test) and await self._some_are_away(cluster):
-                order.tell("waiting for nodes that are down")
-            else:
-                self._refuse(cluster, test, there)
-        try:
-            answer = await cluster.login.call([*command, "--parsable"], script)
-            if answer.status:
-                self._refuse(cluster, answer, there)
-        except UnreachableError as problem:
-            return await self._accepted(cluster, pool, nodes, known, problem)
-        id = answer.output.strip().splitlines()[-1].partition(";")[0] if answer.output else ""
-        if not id.isdigit():
-            raise PoolStartError(f"`sbatch` gave no number of a job, but {answer.output!r}")
-        return id
-
-    async def _accepted(
-        self,
-        cluster: SlurmCluster,
-        pool: str,
-        nodes: Sequence[int],
-        known: Collection[str],
-        problem: UnreachableError,
-    ) -> str:
-        """The job of an `sbatch` that got no answer, if Slurm has accepted it all the same."""
-        try:
-            jobs = await cluster.jobs_called(self.job_name(pool))
-        except PoolError:
-            jobs = []
-        for job in jobs:
-            if job.id not in known and job.nodes == tuple(nodes):
-                return job.id
-        # The controller may come to it later.
-        problem.leaves_machine = True
-        raise problem
-
-    async def _some_are_away(self, cluster: SlurmCluster) -> bool:
-        """Whether nodes that are down at the moment might have what is asked for.
-
-        The test of `sbatch` knows only nodes that are up; a job may wait for the others.
-        """
-        answer = await cluster.login.call(self._sinfo("%T"))
-        words = ("down", "drain", "fail", "maint", "unk", "inval", "power", "boot", "plan")
-        return any(
-            state.endswith("*") or any(word in state for word in words)
-            for state in answer.output.lower().split()
+def read_nodes(output: str) -> list[NodeKind]:
+    """The nodes in an answer of `sinfo`; one that is in several partitions comes once."""
+    found = {}
+    for line in output.splitlines():
+        parts = [part.strip() for part in line.split("|")]
+        if len(parts) != 5:
+            continue
+        name, cpus, memory, gres, features = parts
+        gpus = tuple((each["type"] or "", int(each["count"])) for each in _GRES.finditer(gres))
+        found[name] = NodeKind(
+            name,
+            _number(cpus),
+            _number(memory),
+            gpus,
+            () if features == "(null)" else tuple(re.split(r"[,&|]", features)),
         )
+    return list(found.values())
 
-    def _sinfo(self, format: str) -> list[str]:
-        where = [] if self.partition is None else [f"--partition={self.partition}"]
-        return ["sinfo", "--noheader", "--Node", f"--format={format}", *where]
 
-    def _refuse(
-        self, cluster: SlurmCluster, answer: CommandAnswer, there: Sequence[resources.NodeKind]
-    ) -> None:
-        said = first_words(answer)
-        if any(words in said for words in _FOR_A_WHILE):
-            raise UnavailableError(f"Slurm on {cluster.login.name} said: {said}")
-        if is_out_of_reach(answer):
-            check(answer, "submitting a job", cluster.login)
-        has = f"; the GPUs there: {resources.described(there)}" if there else ""
-        raise ConfigurationError(
-            f"Slurm on {cluster.login.name} refuses the job: {said}{has}; see `sinfo` for what "
-            "there is, and change the request"
-        )
+def _number(text: str) -> int:
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else 0
 
-    async def _nodes(self, cluster: SlurmCluster, request: Request) -> list[resources.NodeKind]:
-        """The nodes that the job may get, if the request is for GPUs."""
-        if request.accelerator is None:
-            return []
-        command = self._sinfo(resources.FORMAT)
-        try:
-            answer = check(await cluster.login.call(command), "asking for nodes", cluster.login)
-        except PoolError:
-            return []  # What is wrong, `sbatch` will say.
-        return resources.read_nodes(answer.output)
 
-    def _options(self, pool: str, nodes: Sequence[int], request: Request, about: str) -> list[str]:
-        given = {
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "constraint": self.constraint,
-            "time": self.time or _minutes(request.ttl),
-        }
-        return [
-            f"--job-name={self.job_name(pool)}",
-            f"--comment={about}",
-            f"--nodes={len(nodes)}",
-            "--ntasks-per-node=1",
-            # A node that is lost does not take the others with it; a preempted job comes back.
-            *("--no-kill", "--requeue", SIGNAL),
-            *("--output=/dev/null", "--error=/dev/null", "--chdir=/"),
-            *(f"--{name}={value}" for name, value in given.items() if value is not None),
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _is_called(wanted: Accelerator, name: str) -> bool:
+    """Whether a site's name, such as "nvidia_h100_80gb_hbm3", means an accelerator."""
+    words = re.findall(r"[a-z]*[0-9]*", wanted.name.lower())
+    model = r"[^a-z0-9]*".join(word for word in words if word)
+    # "l4" is no "l40s", and "a10" no "a100".
+    return re.search(rf"(?<![a-z0-9]){model}(?![a-z0-9])", name.lower()) is not None
+
+
+def gpu_type(wanted: Accelerator, nodes: Sequence[NodeKind]) -> str | None:
+    """The site's type for an accelerator: empty if its GPUs have no types, None if it has none."""
+    types = {name for node in nodes for name, _ in node.gpus}
+    fitting = sorted(name for name in types if name and _is_called(wanted, name))
+    sized = [name for name in fitting if re.search(r"\d+gb", name.lower())]
+    exact = [name for name in sized if re.search(rf"(?<!\d){wanted.memory_gb}gb", name.lower())]
+    plain = [name for name in fitting if name not in sized]
+    # One of another size is not what was asked for, and may be a slice of a card.
+    if found := exact or plain:
+        return found[0]
+    return "" if "" in types else None
+
+
+def described(nodes: Sequence[NodeKind]) -> str:
+    """The GPUs of a cluster, for people: "h100:2 on 2 nodes"."""
+    counts: dict[str, int] = {}
+    for node in nodes:
+        for name, count in node.gpus:
+            each = f"{name or 'gpu'}:{count}"
+            counts[each] = counts.get(each, 0) + 1
+    words = [f"{each} on {n} {'node' if n == 1 else 'nodes'}" for each, n in counts.items()]
+    return ", ".join(words) or "no GPUs"
+
+
+def options(request: Request, nodes: Sequence[NodeKind]) -> list[str]:
+    """The options for one node of a pool; where none are asked for, processors and memory go with
+    the share of the node's GPUs."""
+    found = []
+    cpus: int | None = math.ceil(request.vcpus) if request.vcpus else None
+    memory = math.ceil(request.memory_gb * 1024) if request.memory_gb else None
+    wanted = request.accelerator
+    if wanted is not None:
+        kind = gpu_type(wanted, nodes)
+        name = _key(wanted.name) if kind is None else kind
+        found.append(f"--gres=gpu:{name}:{wanted.count}" if name else f"--gres=gpu:{wanted.count}")
+        shares = [
+            (node.cpus * wanted.count // count, node.memory_mb * _SHARE * wanted.count / count)
+            for node in nodes
+            for each, count in node.gpus
+            if each == name and count >= wanted.count
         ]
-
-    async def _script(
-        self,
-        cluster: SlurmCluster,
-        pool: str,
-        nodes: Sequence[int],
-        request: Request,
-        asked: Sequence[str],
-    ) -> bytes:
-        config: dict[str, object] = {
-            "pool": pool,
-            "nodes": list(nodes),
-            "idle": request.idle_timeout,
-        }
-        launch = [
-            *("--ntasks-per-node=1", "--no-kill", "--wait=0", "--kill-on-bad-exit=0"),
-            *("--mpi=none", "--cpu-bind=none", "--quiet"),
-            # From 22.05 on, the step does not get all processors of the job by itself.
-            *(each for each in asked if each.startswith("--cpus-per-task=")),
-        ]
-        if self.container is not None:
-            mounts = [
-                f"{each.source}:{each.target}{':ro' if each.read_only else ''}"
-                for each in request.volumes
-            ]
-            if await cluster.has_pyxis():
-                # The sockets of the node's processes are in /tmp, its environments below the home.
-                launch += [
-                    f"--container-image={self.container.removeprefix('docker://')}",
-                    f"--container-mounts={','.join(['/tmp:/tmp', *mounts])}",
-                    "--container-mount-home",
-                ]
-            else:
-                config["container"] = _apptainer_image(self.container)
-                config["container_options"] = [
-                    *(["--nv"] if request.accelerator is not None else []),
-                    *(f"--bind={each}" for each in mounts),
-                ]
-        return batch_script(config, launch, await steps.options(cluster))
+        if shares:
+            cpus = cpus or max(1, min(cpu for cpu, _ in shares))
+            share = int(min(size for _, size in shares))
+            # A site that does not book memory says 1 for it.
+            memory = memory or (share if share > 1024 else None)
+    if cpus:
+        found.append(f"--cpus-per-task={cpus}")
+    if memory:
+        found.append(f"--mem={memory}M")
+    if request.disk_gb:
+        found.append(f"--tmp={math.ceil(request.disk_gb)}G")
+    return found
 
 
-def _minutes(seconds: float | None) -> str | None:
+def minutes(seconds: float | None) -> str | None:
     """A time to live as a time limit, which Slurm counts in minutes."""
     return None if seconds is None else str(math.ceil(seconds / 60) + 1)
 
 
-def _apptainer_image(image: str) -> str:
+def apptainer_image(image: str) -> str:
     """A file, or an address; a bare name is one of Docker's."""
     if "://" in image or image.startswith(("/", "./", "~")) or image.endswith(".sif"):
         return image
     return f"docker://{image}"
+
+
+# The script: it starts a keeper on every node, and passes on Slurm's warning.
+
+
+def batch_script(config: dict[str, object], launch: Sequence[str], step: Sequence[str]) -> bytes:
+    """The script; `launch` has the options of the keepers' step, `step` those of later ones."""
+    text = _SCRIPT.format(
+        start=shlex.quote(_START),
+        relay=shlex.quote(program("relay")),
+        keeper=shlex.quote(program("keeper")),
+        reason="Slurm ends the job: its time limit, or a preemption",
+        launch=shlex.join(launch),
+        step=shlex.join(step),
+        config=shlex.quote(json.dumps(config)),
+    )
+    return text.encode()
+
+
+def relay_command(*arguments: str) -> list[str]:
+    """The command of a step that is a relay."""
+    return ["sh", "-c", _START, "sh", program("relay"), *arguments]
