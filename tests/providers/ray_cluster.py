@@ -21,9 +21,10 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.providers.ray.jobs_api import OVER
+from skyward.providers.on_node.keeper import PLACES, VARIABLE
+from skyward.providers.ray.programs import OVER
 
-from .ssh_hosts import MARKERS, free_port
+from .ssh_hosts import free_port
 
 ENVIRONMENT = Path(
     os.environ.get("SKYWARD_RAY_ENV") or Path.home() / ".cache" / "skyward-testbed" / "ray"
@@ -195,10 +196,10 @@ class RayCluster:
             for each in self._listed("placement_groups")
             if each["state"] != "REMOVED"
         ]
-        found += [str(each) for each in MARKERS.glob("ray-*")]
+        found += [str(each) for place in PLACES for each in Path(place).glob("sky.ray-*")]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if "SKYWARD_RAY_MACHINE" in process.environ():
+                if "sky.ray-" in process.environ().get(VARIABLE, ""):
                     found.append(f"process {process.pid}: {' '.join(process.cmdline())}"[:200])
         return found
 

@@ -24,9 +24,8 @@ import skyward as sky
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
 from skyward.providers import Order, Request
-from skyward.providers.ray import Ray, programs, records, site
-from skyward.providers.ray.door import DriverDoor
-from skyward.providers.ray.link import RayAllocation
+from skyward.providers.on_node.keeper import VARIABLE
+from skyward.providers.ray import DriverDoor, Ray, RayAllocation, driver, records
 from skyward.testing import ProviderSuite, plain_request
 
 from ..conftest import only_in_all
@@ -102,8 +101,8 @@ def where() -> tuple[int, str, str]:
 
 
 def _raylet() -> str:
-    """The raylet above the actor that keeps this process's machine, by its keeper's label."""
-    return os.environ["SKYWARD_RAY_MACHINE"]
+    """The raylet above the actor that keeps this process's machine, by its keeper's folder."""
+    return os.environ["SKYWARD_KEEPER"]
 
 
 @only_in_all
@@ -248,7 +247,7 @@ def test_a_driver_out_of_reach_is_said_with_the_next_step(
 @sky.function
 def once(folder: str) -> str:
     """Wait, the first time that it runs anywhere; says on which machine it ended."""
-    label = os.environ["SKYWARD_RAY_MACHINE"]
+    label = os.path.basename(os.environ["SKYWARD_KEEPER"])
     with contextlib.suppress(FileExistsError), Path(folder, "began").open("x") as file:
         file.write(label)
         file.flush()
@@ -286,7 +285,7 @@ def _labels() -> set[str]:
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            found.add(process.environ().get("SKYWARD_RAY_MACHINE", ""))
+            found.add(os.path.basename(process.environ().get(VARIABLE, "")))
     return found - {""}
 
 
@@ -353,7 +352,7 @@ def test_whether_a_cluster_grows_is_known_from_its_kinds_of_nodes(
     told = json.dumps({"autoscaler_report": {"active_nodes": {}, "node_type_mapping": kinds}})
     store = types.SimpleNamespace(_internal_kv_get=lambda key: told.encode())
     monkeypatch.setitem(sys.modules, "ray.experimental.internal_kv", store)
-    assert site.grows(None) is grows
+    assert driver.grows(None) is grows
 
 
 def test_a_cluster_that_grows_is_asked_for_what_it_does_not_have_yet(emptied: RayCluster) -> None:
@@ -560,11 +559,8 @@ def test_keys_that_no_other_machine_can_use_are_not_exported() -> None:
     assert records.pools() == []
 
 
-def test_the_programs_of_the_cluster_need_the_standard_library_alone() -> None:
-    """Ray's Python has no skyward: whatever they import must be there."""
-    folder = Path(records.__file__).parent
-    for name in programs._SENT:
-        text = (folder / f"{name}.py").read_text()
-        modules = re.findall(r"^\s*(?:import|from) ([\w.]+)", text, re.MULTILINE)
-        known = {*sys.stdlib_module_names, "__future__", "skyward.providers.ray"}
-        assert {each if each in known else each.split(".")[0] for each in modules} <= known
+def test_the_program_of_the_cluster_needs_the_standard_library_alone() -> None:
+    """Ray's Python has no skyward: whatever it imports must be there."""
+    text = Path(driver.__file__).read_text()
+    modules = re.findall(r"^\s*(?:import|from) ([\w.]+)", text, re.MULTILINE)
+    assert {each.split(".")[0] for each in modules} <= {*sys.stdlib_module_names, "__future__"}

@@ -375,9 +375,11 @@ def has_gone(connection):
 
 def read_line(connection):
     # type: (socket.socket) -> bytes
+    """A line; what comes after it stays in the connection, for the command."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        piece = connection.recv(1)
+        seen = connection.recv(CHUNK, socket.MSG_PEEK)
+        piece = connection.recv(seen.find(b"\n") + 1 or len(seen))
         if not piece:
             raise EOFError("the client has gone")
         line += piece
