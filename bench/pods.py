@@ -31,7 +31,7 @@ from testbed import NoTestbedError
 import skyward as sky
 from skyward.providers import Order
 from skyward.providers.kubernetes import streams
-from skyward.providers.kubernetes.pods import is_running
+from skyward.providers.kubernetes.jobs import is_running
 from skyward.testing import plain_request
 
 QUIET = sky.Options(console=False)

@@ -18,7 +18,7 @@ import skyward as sky
 from skytorch.client.pods import Kubernetes
 from skyward.accelerators import Accelerator
 from skyward.providers import Request
-from skyward.providers.kubernetes import access, gpus, manifests, pending, spdy, streams
+from skyward.providers.kubernetes import access, manifests, pending, streams
 from skyward.providers.kubernetes.manifests import Pod, claim_of, merged
 
 CONFIG = {
@@ -219,15 +219,17 @@ def test_gpus_by_resource_label_and_taint() -> None:
     ids=str,
 )
 def test_other_vendors_have_resources_of_their_own(accelerator: Accelerator, resource: str) -> None:
-    assert gpus.resource(accelerator) == resource
+    assert manifests.gpu_resource(accelerator) == resource
 
 
 def test_every_nvidia_model_has_a_product_label() -> None:
     for model in sky.accelerators.models():
         accelerator = model()
         if accelerator.cuda is not None:
-            assert gpus.resource(accelerator) == "nvidia.com/gpu", accelerator
-            assert '"operator": "Exists"' not in json.dumps(gpus.affinity(accelerator)), accelerator
+            assert manifests.gpu_resource(accelerator) == "nvidia.com/gpu", accelerator
+            assert '"operator": "Exists"' not in json.dumps(manifests.gpu_affinity(accelerator)), (
+                accelerator
+            )
 
 
 def test_where_a_pod_may_run() -> None:
@@ -419,7 +421,7 @@ class Pair:
 
     def __init__(self) -> None:
         ours, self.server = socket.socketpair()
-        self.copying = streams._Forwarding(spdy.Spdy(ours, b""))
+        self.copying = streams._Forwarding(streams.Spdy(ours, b""))
         self.user = self.copying.start("test")
 
     def __enter__(self) -> Pair:
@@ -461,7 +463,7 @@ def test_what_was_sent_before_the_user_closed_its_end_arrives() -> None:
         pair.user.close()
 
         assert pair.ends()
-        assert pair.server.recv(100) == struct.pack(">II", spdy.DATA, 10) + b"last words"
+        assert pair.server.recv(100) == struct.pack(">II", streams.DATA, 10) + b"last words"
 
 
 def test_a_peer_that_does_not_read_keeps_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,11 +477,11 @@ def test_a_peer_that_does_not_read_keeps_no_thread(monkeypatch: pytest.MonkeyPat
 
 def test_pings_of_the_other_end_are_answered_and_pieces_put_together() -> None:
     with Pair() as pair:
-        message = struct.pack(">II", spdy.DATA, 5) + b"hello"
+        message = struct.pack(">II", streams.DATA, 5) + b"hello"
         ping = struct.pack(">HHII", 0x8003, 6, 4, 2)
         pair.server.sendall(ping + message[:7])
         assert pair.server.recv(100) == ping
-        pair.server.sendall(message[7:] + struct.pack(">II", spdy.DATA, 1 << 24))
+        pair.server.sendall(message[7:] + struct.pack(">II", streams.DATA, 1 << 24))
 
         assert pair.user.recv(100) == b"hello"
         assert pair.user.recv(100) == b""

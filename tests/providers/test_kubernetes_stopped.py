@@ -14,29 +14,21 @@ import pytest
 import skyward as sky
 from skyward.nodes.cleaning import REMOVE_SECONDS
 from skyward.providers import Order, Request, owner
-from skyward.providers.kubernetes import jobs, manifests, remains
+from skyward.providers.kubernetes import PodAllocation, PodMachine, jobs, manifests
 from skyward.providers.kubernetes.access import (
+    IN_CLUSTER,
     Access,
     ConflictError,
     NotFoundError,
     Object,
     Place,
 )
-from skyward.providers.kubernetes.machine import PodMachine
 from skyward.providers.kubernetes.manifests import JOB, Pod
-from skyward.providers.kubernetes.pods import PodAllocation, PodSettings
 
 REQUEST = Request(
     accelerator=None, vcpus=None, memory_gb=None, image=sky.Image(), volumes=(), keep=True
 )
-SETTINGS = PodSettings(
-    Place("/config", None, "here"),
-    lambda _: Pod("busybox"),
-    job=None,
-    python=None,
-    direct=True,
-    timeout=60.0,
-)
+PROVIDER = sky.Kubernetes("here", image="busybox", kubeconfig=IN_CLUSTER, timeout=60.0)
 
 
 class Cluster:
@@ -103,7 +95,7 @@ class Cluster:
     def run(self, pods: int) -> None:
         self._running = pods
 
-    place = SETTINGS.place
+    place = PROVIDER._place
 
     def stop_watching(self) -> None: ...
 
@@ -111,7 +103,7 @@ class Cluster:
 
     def pods(self) -> PodAllocation:
         """Those of its Job."""
-        found = PodAllocation("a", SETTINGS)
+        found = PodAllocation(PROVIDER, "a")
         found._connection = cast(Access, self)
         return found
 
@@ -125,7 +117,7 @@ async def get(
 
 @pytest.fixture
 def no_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyward.providers.kubernetes.pods.AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr("skyward.providers.kubernetes.AGAIN_SECONDS", 0.05)
 
 
 def test_a_start_that_fails_on_all_nodes_leaves_the_job_that_it_found(no_events: None) -> None:
@@ -329,7 +321,7 @@ def test_remains_are_the_jobs_of_pools_that_the_cluster_does_not_remove_by_itsel
         job("c", ended=True, keeps=True),
         job("d", "sky-mnist"),
     )
-    first, second = remains.remains(namespace)
+    first, second = jobs.remains(namespace)
     assert (first.pool, first.name, first.owner, first.pid) == ("a", "mine", owner(), os.getpid())
     nodes = "node ours/sky-a-0", "node ours/sky-a-2"
     assert first.resources == ("Job sky-a", *nodes, "claim data")

@@ -12,9 +12,8 @@ from packaging.version import Version
 import skyward as sky
 from skytorch.client.resources import Resources
 from skyward.providers import Order, tell_nobody
-from skyward.providers.kubernetes.machine import PodMachine
+from skyward.providers.kubernetes import PodAllocation, PodMachine
 from skyward.providers.kubernetes.manifests import CONTAINER
-from skyward.providers.kubernetes.pods import PodAllocation, PodSettings
 
 _CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
@@ -29,13 +28,13 @@ class Kubernetes(sky.Kubernetes):
 
     def allocate(self, pool: str) -> PodAllocation:
         """The pods of one Job, which also tell the compute what they wait for."""
-        return _ToldPods(pool, self._settings, self.on_pending or tell_nobody)
+        return _ToldPods(self, pool)
 
 
 class _ToldPods(PodAllocation):
-    def __init__(self, pool: str, settings: PodSettings, told: Callable[[str], None]) -> None:
-        super().__init__(pool, settings)
-        self._told = told
+    def __init__(self, provider: Kubernetes, pool: str) -> None:
+        super().__init__(provider, pool)
+        self._told = provider.on_pending or tell_nobody
 
     async def get(self, order: Order) -> PodMachine:
         def tell(reason: str) -> None:

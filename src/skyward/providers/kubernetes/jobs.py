@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnreachableError
-from skyward.providers import Request
+from skyward.providers import Remains, Request
 from skyward.providers.kubernetes import manifests, streams
 from skyward.providers.kubernetes.access import (
     Access,
@@ -29,6 +29,7 @@ from skyward.providers.kubernetes.manifests import (
     JOB,
     LEASE_SECONDS,
     LEFT_BY,
+    NAME,
     NODE,
     NODES,
     OWNER,
@@ -39,11 +40,13 @@ from skyward.providers.kubernetes.manifests import (
     Claim,
     Pod,
     claim_of,
+    job_name,
     listed,
 )
 
 GONE_SECONDS = 50.0
 _releasing = threading.Lock()
+_OURS = "app.kubernetes.io/managed-by=skyward"
 KICK_SECONDS = 4.0
 """After so long, a container that has not ended is ended from inside."""
 
@@ -454,4 +457,48 @@ def _claims(access: Access, request: Request) -> list[Claim]:
                 f"{access.place.namespace!r}; make it, or have it made with "
                 f"'pvc://{claim.name}?size=10Gi'"
             ) from None
+    return found
+
+
+# What a namespace still has of any pool, for `sky gc`.
+
+
+def remains(access: Access) -> list[Remains]:
+    """What there is of each pool, whoever made it.
+
+    Jobs with names of the user's own outlive their pools on purpose, and are left out.
+    """
+    there = [job for job in access.get("jobs", labelSelector=POOL)["items"] if _is_left(job)]
+    claims = _claims_of_jobs(access) if there else {}
+    return [_remains_of(access.place.namespace, job, claims) for job in there]
+
+
+def _is_left(job: Object) -> bool:
+    """Whether a Job is a pool's own, and the cluster is not about to remove it."""
+    is_named = job["metadata"]["name"] != job_name(job["metadata"]["labels"][POOL])
+    return not is_named and (not has_ended(job) or stays(job))
+
+
+def _remains_of(namespace: str, job: Object, claims: dict[str, list[str]]) -> Remains:
+    about = job["metadata"]
+    told, name = about.get("annotations") or {}, about["name"]
+    pid = told.get(PID, "")
+    nodes = (f"node {namespace}/{name}-{node}" for node in nodes_of(job))
+    owned = (f"claim {claim}" for claim in claims.get(name, ()))
+    return Remains(
+        pool=about["labels"][POOL],
+        name=told.get(NAME, ""),
+        owner=told.get(OWNER, ""),
+        pid=int(pid) if pid.isdigit() else 0,
+        resources=(f"Job {name}", *nodes, *owned),
+    )
+
+
+def _claims_of_jobs(access: Access) -> dict[str, list[str]]:
+    """The claims that go with each Job; none if the user may not list claims."""
+    found: dict[str, list[str]] = {}
+    with contextlib.suppress(ApiError):
+        for claim in access.get("persistentvolumeclaims", labelSelector=_OURS)["items"]:
+            for owner in claim["metadata"].get("ownerReferences") or ():
+                found.setdefault(owner["name"], []).append(claim["metadata"]["name"])
     return found
