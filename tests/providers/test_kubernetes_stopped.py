@@ -13,7 +13,7 @@ import pytest
 
 import skyward as sky
 from skyward.nodes.cleaning import REMOVE_SECONDS
-from skyward.providers import Order, Request, owner
+from skyward.providers import Order, Request, owner, signature
 from skyward.providers.kubernetes import PodAllocation, PodMachine, jobs, manifests
 from skyward.providers.kubernetes.access import (
     IN_CLUSTER,
@@ -308,7 +308,7 @@ class Namespace(Cluster):
 def test_remains_are_the_jobs_of_pools_that_the_cluster_does_not_remove_by_itself() -> None:
     def job(pool: str, name: str = "", *, ended: bool = False, keeps: bool = False) -> Object:
         made = manifests.job(name or f"sky-{pool}", pool, Pod("busybox"), REQUEST, [0, 2])
-        made["metadata"]["annotations"] |= manifests.about("mine")
+        made["metadata"]["annotations"] |= signature(manifests.SIGNATURE, pool, "mine")
         if keeps:
             del made["spec"]["ttlSecondsAfterFinished"]
         condition = {"type": "Complete", "status": "True"}

@@ -15,10 +15,11 @@ import importlib
 import inspect
 import os
 import socket
+import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar, runtime_checkable
@@ -50,6 +51,12 @@ class Request:
     """After how many seconds a machine without an agent ends itself, if it costs money."""
     keep: bool = False
     """Whether the machine, and the agent on it, are to outlive the client."""
+
+    @property
+    def python_image(self) -> str:
+        """The official container image that has the Python that is asked for."""
+        mine = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return f"python:{mine if self.image.python == 'auto' else self.image.python}-slim"
 
 
 def tell_nobody(_: str) -> None:
@@ -427,6 +434,33 @@ class Remains:
     """The number of the client's process; 0 if unknown."""
     resources: tuple[str, ...]
     """What there is, such as "instance i-0abc" and "security group sg-0abc"."""
+
+    @classmethod
+    def labelled(cls, labels: Mapping[str, str], prefix: str, *resources: str) -> Remains:
+        """Resources whose labels, with a prefix, say whose they are, as `signature` does."""
+        pid = labels.get(f"{prefix}pid", "")
+        return cls(
+            pool=labels.get(f"{prefix}pool", ""),
+            name=labels.get(f"{prefix}name", ""),
+            owner=labels.get(f"{prefix}owner", ""),
+            pid=int(pid) if pid.isdecimal() else 0,
+            resources=resources,
+        )
+
+
+def signature(prefix: str, pool: str, name: str) -> dict[str, str]:
+    """The labels, with a prefix, that say which pool a resource belongs to, and whose it is."""
+    about = {"pool": pool, "name": name, "owner": owner(), "pid": str(os.getpid())}
+    return {f"{prefix}{key}": value for key, value in about.items()}
+
+
+def gathered(found: Iterable[Remains]) -> list[Remains]:
+    """One for each pool, with the resources of all that were found."""
+    pools: dict[str, Remains] = {}
+    for each in found:
+        before = pools[each.pool].resources if each.pool in pools else ()
+        pools[each.pool] = replace(each, resources=(*before, *each.resources))
+    return list(pools.values())
 
 
 _MACHINE_ID = Path("/etc/machine-id")

@@ -5,19 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from skyward import checks
+from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnavailableError
-from skyward.providers import Allocation, Capabilities, Order, Remains, Request
-from skyward.providers.container import gpus, remains
+from skyward.providers import (
+    Allocation,
+    Capabilities,
+    Order,
+    Remains,
+    Request,
+    gathered,
+    signature,
+)
 from skyward.providers.container.machine import ContainerMachine
 from skyward.providers.container.service import (
     NODE,
     POOL,
+    SIGNATURE,
     answering,
     remove_unused_network,
     said,
@@ -36,6 +45,9 @@ AGENTLESS_SECONDS = 30
 """A container ends itself after so long without an agent."""
 _STOP_SECONDS = 5
 _CACHE_FOLDER = "/var/cache/skyward"
+_PODMAN_SINCE = (5, 4)
+"""Older versions accept requests for devices in their Docker API, and ignore them."""
+_TOOLKIT = "install the NVIDIA container toolkit there"
 
 _MAIN = f"""\
 left={BOOTSTRAP_SECONDS}
@@ -84,7 +96,7 @@ class Container:
     def check(self, request: Request) -> None:
         """Refuse accelerators that no container can have; the rest only the service knows."""
         if request.accelerator is not None:
-            gpus.check(request.accelerator)
+            _check_gpus(request.accelerator)
 
     def describe(self) -> Mapping[str, Any]:
         """The arguments, with the address and the image that variables name."""
@@ -143,7 +155,7 @@ class Container:
                 raise UnavailableError(str(problem)) from problem
             raise
         with service.connected() as docker:
-            return remains.remains(docker)
+            return gathered(_left(docker))
 
     @property
     def _named(self) -> str:
@@ -191,14 +203,14 @@ class Container:
                 if isinstance(problem, (PoolStartError, ConfigurationError)):
                     raise
                 words, accelerator = said(problem), order.request.accelerator
-                why = accelerator and gpus.refusal(accelerator, order.node, words)
+                why = accelerator and _gpu_refusal(accelerator, order.node, words)
                 raise PoolStartError(
                     why or f"node {order.node}: the container did not start: {words}"
                 ) from problem
 
     def _run(self, docker: Any, order: Order) -> Any:
         request = order.request
-        image = self.image or os.environ.get(IMAGE) or _official_python(request)
+        image = self.image or os.environ.get(IMAGE) or request.python_image
         found = _have_image(docker, image)
         network = _network(docker, order)
         options: dict[str, Any] = {}
@@ -207,7 +219,7 @@ class Container:
         if request.memory_gb:
             options["mem_limit"] = int(request.memory_gb * 2**30)
         if request.accelerator is not None and os.environ.get("SKYWARD_DEVICE") != "cpu":
-            options["device_requests"] = [gpus.request(docker, request.accelerator, order.node)]
+            options["device_requests"] = [_gpus(docker, request.accelerator, order.node)]
         mounts = [_mount(each) for each in (*_usual_mounts(), *self.mounts, *request.volumes)]
         if self.python is None:
             # Without this volume every node of every pool would build its environment again.
@@ -220,7 +232,7 @@ class Container:
             ["sh", "-c", _MAIN],
             name=_name(order.pool, order.node),
             hostname=f"node-{order.node}",
-            labels={**remains.labels(order), NODE: str(order.node)},
+            labels={**signature(SIGNATURE, order.pool, order.name), NODE: str(order.node)},
             network=network,
             mounts=mounts,
             init=True,
@@ -249,6 +261,17 @@ class _Got:
 
     machine: ContainerMachine
     how: _How
+
+
+def _left(docker: Any) -> Iterator[Remains]:
+    """What there is of any pool, whoever made it."""
+    marked = {"label": POOL}
+    # Sparse: the description of a container that ends meanwhile would be an error.
+    for each in docker.containers.list(all=True, sparse=True, filters=marked):
+        name = str((each.attrs.get("Names") or [each.id])[0]).removeprefix("/")
+        yield Remains.labelled(each.attrs.get("Labels") or {}, SIGNATURE, f"container {name}")
+    for each in docker.networks.list(filters=marked):
+        yield Remains.labelled(each.attrs.get("Labels") or {}, SIGNATURE, f"network {each.name}")
 
 
 def _stop(container: Any) -> None:
@@ -289,11 +312,6 @@ def _usual_mounts() -> list[Volume]:
     return [Volume(source, target or source, read_only=True) for source, _, target in pairs]
 
 
-def _official_python(request: Request) -> str:
-    mine = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return f"python:{mine if request.image.python == 'auto' else request.image.python}-slim"
-
-
 def _have_image(docker: Any, image: str) -> Any:
     import docker.errors as errors
 
@@ -318,7 +336,8 @@ def _network(docker: Any, order: Order) -> str:
         if docker.networks.list(names=[name]):
             break
         try:
-            docker.networks.create(name, labels=remains.labels(order), check_duplicate=True)
+            labels = signature(SIGNATURE, order.pool, order.name)
+            docker.networks.create(name, labels=labels, check_duplicate=True)
         except errors.APIError as problem:
             # Podman looks at all interfaces one by one, and fails if one has gone meanwhile.
             if GONE_INTERFACE in str(problem) and attempt + 1 < NETWORK_ATTEMPTS:
@@ -347,3 +366,66 @@ def _cache(docker: Any, image: Any) -> Any:
 
 def _name(pool: str, node: int) -> str:
     return f"sky-{pool}-{node}"
+
+
+# GPUs: how Docker and Podman are asked for them, and why they may refuse.
+
+
+def _check_gpus(accelerator: Accelerator) -> None:
+    """Refuse accelerators that no container service hands out."""
+    if not accelerator.is_nvidia:
+        raise ConfigurationError(
+            f"Container(): accelerator={accelerator}: containers are given NVIDIA GPUs only; name "
+            "one of these, or use sky.SSH(...) for a machine that has it"
+        )
+
+
+def _gpus(docker: Any, accelerator: Accelerator, node: int) -> Any:
+    """Ask for the GPUs of one node; each node gets others, as all share the service's machine.
+
+    Other pools are not known: their nodes get GPUs of the same numbers.
+    """
+    from docker.types import DeviceRequest
+
+    first = node * accelerator.count
+    numbers = [str(number) for number in range(first, first + accelerator.count)]
+    podman = _podman_version(docker)
+    if podman is None:
+        return DeviceRequest(device_ids=numbers, capabilities=[["gpu"]])
+    if podman < _PODMAN_SINCE:
+        raise ConfigurationError(
+            f"Container(): accelerator={accelerator}: Podman {'.'.join(map(str, podman))} gives no "
+            "GPUs to those who use its Docker API; take Podman 5.4 or newer, or Docker"
+        )
+    return DeviceRequest(driver="cdi", device_ids=[f"nvidia.com/gpu={each}" for each in numbers])
+
+
+def _gpu_refusal(accelerator: Accelerator, node: int, said: str) -> str | None:
+    """The message for a container that was refused its GPUs; None for any other refusal."""
+    if not re.search(r"device driver|nvidia|\bCDI\b", said, re.IGNORECASE):
+        return None
+    first = node * accelerator.count
+    wanted = f"GPU {first}"
+    if accelerator.count > 1:
+        wanted = f"GPUs {first} to {first + accelerator.count - 1}"
+    if re.search(r"could not select device driver|executable file not found", said):
+        advice = f"{_TOOLKIT}, with `nvidia-ctk runtime configure --runtime=docker`"
+    elif re.search(r"\bCDI\b", said):
+        advice = (
+            f"{_TOOLKIT}, with `nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml`; "
+            "`nvidia-ctk cdi list` shows what there is"
+        )
+    else:
+        advice = "`nvidia-smi -L` there shows what there is"
+    return (
+        f"accelerator={accelerator}: node {node} needs {wanted} of the machine that runs the "
+        f"containers, which it did not get: {said}; {advice}; or use fewer nodes, another "
+        "provider, or no accelerator="
+    )
+
+
+def _podman_version(docker: Any) -> tuple[int, ...] | None:
+    for component in docker.version().get("Components") or ():
+        if component.get("Name") == "Podman Engine":
+            return tuple(map(int, re.findall(r"\d+", component.get("Version", ""))[:3]))
+    return None

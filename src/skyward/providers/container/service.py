@@ -14,8 +14,8 @@ from skyward.errors import ConfigurationError
 
 POOL, NODE = "skyward.pool", "skyward.node"
 """The labels by which a pool's containers are found."""
-NAME, OWNER, PID = "skyward.name", "skyward.owner", "skyward.pid"
-"""The labels with the pool's name and with its client: `sky gc` knows it by them."""
+SIGNATURE = "skyward."
+"""How the labels begin with the pool, its name and its client: `sky gc` knows it by them."""
 TIMEOUT = 120
 
 

@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -239,7 +238,7 @@ class Kubernetes:
 
     def _pod(self, request: Request) -> Pod:
         return Pod(
-            image=self.image or os.environ.get(IMAGE) or _official_python(request),
+            image=self.image or os.environ.get(IMAGE) or request.python_image,
             service_account=self.service_account,
             node_selector=self.node_selector,
             tolerations=self.tolerations or (),
@@ -250,11 +249,6 @@ class Kubernetes:
             cache=self.cache,
             command=self.command,
         )
-
-
-def _official_python(request: Request) -> str:
-    mine = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return f"python:{mine if request.image.python == 'auto' else request.image.python}-slim"
 
 
 class PodMachine(Piped, Machine):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnreachableError
-from skyward.providers import Remains, Request
+from skyward.providers import Remains, Request, signature
 from skyward.providers.kubernetes import manifests, streams
 from skyward.providers.kubernetes.access import (
     Access,
@@ -29,12 +29,10 @@ from skyward.providers.kubernetes.manifests import (
     JOB,
     LEASE_SECONDS,
     LEFT_BY,
-    NAME,
     NODE,
     NODES,
-    OWNER,
-    PID,
     POOL,
+    SIGNATURE,
     SPEC,
     TTL_SECONDS,
     Claim,
@@ -70,7 +68,7 @@ def make(
     if cached and not _takes_host_paths(access, manifest["spec"]["template"]):
         manifest = manifests.job(name, pool, dataclasses.replace(pod, cache=None), request, nodes)
     template = json.dumps(manifest["spec"]["template"], sort_keys=True)
-    manifest["metadata"]["annotations"] |= manifests.about(called) | {
+    manifest["metadata"]["annotations"] |= signature(SIGNATURE, pool, called) | {
         SPEC: hashlib.sha256(template.encode()).hexdigest()[:16]
     }
     if any(_was_left(access, claim, name) for claim in claims):
@@ -299,8 +297,8 @@ def add_pod(access: Access, name: str) -> None:
 
 def is_of_this_process(job: Object) -> bool:
     """Whether this process has made or used a Job last."""
-    told, mine = job["metadata"].get("annotations") or {}, manifests.about("")
-    return all(told.get(each) == mine[each] for each in (OWNER, PID))
+    told, mine = job["metadata"].get("annotations") or {}, signature("", "", "")
+    return all(told.get(f"{SIGNATURE}{each}") == mine[each] for each in ("owner", "pid"))
 
 
 def nodes_of(job: Object) -> list[int]:
@@ -481,17 +479,11 @@ def _is_left(job: Object) -> bool:
 
 def _remains_of(namespace: str, job: Object, claims: dict[str, list[str]]) -> Remains:
     about = job["metadata"]
-    told, name = about.get("annotations") or {}, about["name"]
-    pid = told.get(PID, "")
+    name = about["name"]
     nodes = (f"node {namespace}/{name}-{node}" for node in nodes_of(job))
     owned = (f"claim {claim}" for claim in claims.get(name, ()))
-    return Remains(
-        pool=about["labels"][POOL],
-        name=told.get(NAME, ""),
-        owner=told.get(OWNER, ""),
-        pid=int(pid) if pid.isdigit() else 0,
-        resources=(f"Job {name}", *nodes, *owned),
-    )
+    told = (about.get("annotations") or {}) | about["labels"]
+    return Remains.labelled(told, SIGNATURE, f"Job {name}", *nodes, *owned)
 
 
 def _claims_of_jobs(access: Access) -> dict[str, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +12,15 @@ from urllib.parse import parse_qs, urlsplit
 
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError
-from skyward.providers import Request, owner
+from skyward.providers import Request
 from skyward.spec import Volume
 
 POOL, JOB, NODE = "skyward.dev/pool", "skyward.dev/job", "skyward.dev/node"
 """The labels by which a pool's Job, a Job's pods, and the pod of a node are found."""
 NODES, SPEC = "skyward.dev/nodes", "skyward.dev/spec"
 """The annotations of a Job with the nodes that were asked for, and with a hash of its template."""
-NAME, OWNER, PID = "skyward.dev/name", "skyward.dev/owner", "skyward.dev/pid"
-"""The annotations of a Job with the pool's name, and with its client: `sky gc` knows it by them."""
+SIGNATURE = "skyward.dev/"
+"""How the annotations of a Job begin with the pool's name, and with its client."""
 LEFT_BY = "skyward.dev/left-by"
 """The label of a claim whose Job is being made anew: the name of the Job."""
 QUEUE = "kueue.x-k8s.io/queue-name"
@@ -141,11 +140,6 @@ def job(
     if pod.template:
         manifest["spec"]["template"] = merged(manifest["spec"]["template"], pod.template)
     return manifest
-
-
-def about(called: str) -> dict[str, str]:
-    """The annotations that say whose Job it is; `called` is the pool's name."""
-    return {NAME: called, OWNER: owner(), PID: str(os.getpid())}
 
 
 def listed(nodes: Sequence[int]) -> str:

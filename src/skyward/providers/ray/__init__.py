@@ -20,16 +20,21 @@ import msgspec
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnreachableError
-from skyward.providers import Capabilities, Machine, Order, Remains, Request, owner
+from skyward.providers import (
+    Capabilities,
+    Machine,
+    Order,
+    Remains,
+    Request,
+    gathered,
+    owner,
+)
 from skyward.providers.allocation import SharedAllocation
 from skyward.providers.piped import Kept
 from skyward.providers.ray import programs, records
 from skyward.providers.ray.driver import ANNOUNCED, FAILED, LONGEST_LINE, Streams, bridge
 from skyward.providers.ray.programs import (
     METADATA,
-    NAME,
-    OWNER,
-    PID,
     ChildProgram,
     DriverProgram,
     JobProgram,
@@ -243,21 +248,8 @@ class Ray:
 
     def _jobs_left(self) -> list[Remains]:
         """The drivers that are jobs of the cluster, whoever submitted them."""
-        found: dict[str, Remains] = {}
-        for job, about in JobsApi(self._cluster, self.headers).jobs_of_pools():
-            pool = about[METADATA]
-            pid = 0
-            with contextlib.suppress(ValueError):
-                pid = int(about.get(PID, ""))
-            before = found[pool].resources if pool in found else ()
-            found[pool] = Remains(
-                pool=pool,
-                name=about.get(NAME, ""),
-                owner=about.get(OWNER, ""),
-                pid=pid,
-                resources=(*before, f"job {job}"),
-            )
-        return list(found.values())
+        jobs = JobsApi(self._cluster, self.headers).jobs_of_pools()
+        return gathered(Remains.labelled(about, METADATA, f"job {job}") for job, about in jobs)
 
     def _processes_left(self) -> list[Remains]:
         """The drivers that are processes of this machine."""

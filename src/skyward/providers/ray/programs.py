@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import psutil
 
 from skyward.errors import PoolStartError, UnreachableError
-from skyward.providers import owner
+from skyward.providers import signature
 from skyward.providers.piped import program
 from skyward.providers.ray import records
 
@@ -35,10 +35,8 @@ SECONDS = 15.0
 AGENT_SECONDS = 60.0
 """How long a cluster that has just started may take until it accepts jobs."""
 OVER = ("STOPPED", "SUCCEEDED", "FAILED")
-METADATA = "skyward_pool"
-"""The entry of a job's metadata that names its pool."""
-OWNER, PID, NAME = "skyward_owner", "skyward_pid", "skyward_name"
-"""The entries that say whose the pool is, its client's process, and what the user calls it."""
+METADATA = "skyward_"
+"""How the entries of a job's metadata begin that say which pool it belongs to, and whose it is."""
 _HAS_RAY = "import importlib.util as u,sys;sys.exit(u.find_spec('ray') is None)"
 # A raylet's command line names the Python of its workers.
 _SCRIPT = """
@@ -104,8 +102,8 @@ class JobProgram:
         """Submit the job."""
         self.id = f"skyward-{pool}-{uuid.uuid4().hex[:6]}"
         entrypoint = _entrypoint(pool, {**given, "address": "auto"}, "")
-        about = {OWNER: owner(), PID: str(os.getpid()), NAME: str(given.get("name", ""))}
-        self.api.submit(self.id, entrypoint, {METADATA: pool, **about})
+        about = signature(METADATA, pool, str(given.get("name", "")))
+        self.api.submit(self.id, entrypoint, about)
 
     def log(self) -> str:
         """The job's log."""
@@ -312,14 +310,14 @@ class JobsApi:
 
     def jobs_of(self, pool: str) -> list[str]:
         """The jobs of a pool that have not ended."""
-        return [job for job, about in self.jobs_of_pools() if about[METADATA] == pool]
+        return [job for job, about in self.jobs_of_pools() if about[f"{METADATA}pool"] == pool]
 
     def jobs_of_pools(self) -> list[tuple[str, dict[str, str]]]:
         """The jobs of any pool that have not ended, with their metadata."""
         return [
             (each["submission_id"], each["metadata"])
             for each in self.call("GET", "/api/jobs/") or ()
-            if METADATA in (each.get("metadata") or {}) and each["status"] not in OVER
+            if f"{METADATA}pool" in (each.get("metadata") or {}) and each["status"] not in OVER
         ]
 
 

@@ -28,6 +28,7 @@ from skyward.providers import (
     Remains,
     Request,
     find_provider,
+    gathered,
     owner,
 )
 from skyward.providers.allocation import GATHER_SECONDS, SharedAllocation
@@ -224,21 +225,13 @@ class Slurm:
             jobs = await SlurmCluster(login).jobs_of_pools()
         finally:
             await login.close()
-        found: dict[str, Remains] = {}
+        found = []
         for name, user, job in jobs:
             pool = name.removeprefix(PREFIX)
-            if pool == name:
-                continue
-            owner, pid, called = job.about
-            before = found[pool].resources if pool in found else ()
-            found[pool] = Remains(
-                pool=pool,
-                name=called,
-                owner=owner or user,
-                pid=pid,
-                resources=(*before, f"job {job.id}"),
-            )
-        return list(found.values())
+            if pool != name:
+                whose, pid, called = job.about
+                found.append(Remains(pool, called, whose or user, pid, (f"job {job.id}",)))
+        return gathered(found)
 
     def check(self, request: Request) -> None:
         """Refuse volumes that are elsewhere on the nodes; the rest only the cluster knows."""
