@@ -819,12 +819,14 @@ class RayAllocation(SharedAllocation[RayMachine]):
                 if self._listed.is_set():
                     self._ask_for_missing()
                 changing = asyncio.ensure_future(self._changed.wait())
-                await asyncio.wait(
-                    {listening, changing},
-                    timeout=PING_SECONDS,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                changing.cancel()
+                try:
+                    await asyncio.wait(
+                        {listening, changing},
+                        timeout=PING_SECONDS,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                finally:
+                    changing.cancel()
                 self._send({"do": "ping"})
         finally:
             listening.cancel()

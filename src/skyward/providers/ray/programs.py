@@ -61,6 +61,10 @@ main(given)
 """
 
 
+_children: set[subprocess.Popen[bytes]] = set()
+"""Drivers beside this process: that of a pool which stays outlives all who know it here."""
+
+
 class DriverProgram(Protocol):
     """A driver's program that was started, or is to be."""
 
@@ -147,6 +151,8 @@ class ChildProgram:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        _children.difference_update([each for each in _children if each.poll() is not None])
+        _children.add(self._process)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(entrypoint.encode())
