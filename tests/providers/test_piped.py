@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import subprocess
+import sys
+import uuid
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import psutil
 import pytest
 
 import skyward as sky
-from skyward.providers.piped import Piped
+from skyward.providers.piped import Kept, Piped, program
 
 
 class Here(Piped):
@@ -109,3 +114,59 @@ def _ended(pid: int) -> bool:
             return file.read().rpartition(b") ")[2].startswith(b"Z")
     except FileNotFoundError:
         return True
+
+
+# Below a keeper.
+
+
+class BelowKeeper(Kept):
+    """This machine, through a keeper that ends when the pipe to it is closed."""
+
+    def __init__(self, name: str) -> None:
+        config = {"name": name, "pool": "p", "node": 0, "end": 0, "dropped": ["SECRET_"]}
+        code = f"{program('keeper')}\nkeep_for_actor(json.loads(sys.argv[1]))"
+        code = code.replace('if __name__ == "__main__":', "if False:")
+        self.owner = subprocess.Popen(
+            [sys.executable, "-I", "-c", code, json.dumps(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self.owner.stdout is not None
+        self.folder = Path(self.owner.stdout.readline().decode().strip())
+        self.owner.wait(30)
+
+    async def dial(self, endpoint: str) -> socket.socket:
+        assert endpoint == "keeper"
+        end = socket.socket(socket.AF_UNIX)
+        end.connect(str(self.folder / "s"))
+        return end
+
+    async def why_lost(self) -> str:
+        return "its keeper has ended"
+
+    def close(self) -> None:
+        """End the owner's pipe, and wait for the keeper."""
+        assert self.owner.stdin is not None
+        assert self.owner.stdout is not None
+        self.owner.stdin.close()
+        with self.owner.stdout as told:
+            told.read()
+
+
+def test_a_keeper_ends_with_its_owner_and_takes_all_that_it_started_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    machine = BelowKeeper(f"sky.test.{uuid.uuid4().hex[:8]}")
+    try:
+        # It leaves its group and its parent, and forgets what it is below.
+        stays = "setsid env -i sleep 1000 </dev/null >/dev/null 2>&1 & echo $!"
+        status, said = ran(machine, "sh", "-c", stays)
+        assert status == 0
+        told = ran(machine, "printenv", "SKYWARD_KEEPER", "SECRET_TOKEN")
+        assert told == (1, f"{machine.folder}\n".encode())
+        sleeping = psutil.Process(int(said))
+    finally:
+        machine.close()
+    assert not sleeping.is_running()
+    assert not machine.folder.exists()

@@ -352,6 +352,7 @@ class Keeper:
             send_signal(processes_below(os.getpid()), signal.SIGKILL)
             self.reap(set())
             time.sleep(0.02)
+        self.reap(set())
         clear(self.folder, self.node_folder)
         # The threads of connections need not be waited for.
         os._exit(0)

@@ -319,7 +319,7 @@ class NodeReport(msgspec.Struct, frozen=True):
 
     @property
     def where(self) -> tuple[str, int]:
-        """Where its keeper listens."""
+        """Where its actor listens."""
         return self.address, self.port
 
 
@@ -346,14 +346,14 @@ class RayMachine(Kept, Machine):
         self.address = place.address
         self.direct = place.address if direct and place.address else None
         self._relayed = False
-        """Whether the keeper can only be reached through the driver."""
+        """Whether the actor can only be reached through the driver."""
         self._destroyed = False
 
     def __repr__(self) -> str:
         return f"RayMachine({self.id!r})"
 
     async def _connection(self, endpoint: str) -> Streams:
-        """A connection to the keeper: direct if that works, else through the driver."""
+        """A connection to the machine's actor: direct if that works, else through the driver."""
         if not self._place.port or self._destroyed:
             raise UnreachableError(f"node {self.node} has no machine in the Ray cluster")
         problem: Exception | None = None
@@ -394,7 +394,7 @@ class RayMachine(Kept, Machine):
         """Run a program in the keeper's folder."""
         try:
             return await super().pipe(command)
-        except ConnectionResetError as problem:
+        except OSError as problem:
             raise UnreachableError(await self.why_lost()) from problem
 
     async def why_lost(self) -> str:
@@ -477,7 +477,7 @@ async def announcement(program: DriverProgram, cluster: str) -> DriverAddress:
 
 
 class DriverDoor:
-    """Connects to a driver that has said where it listens, and to its keepers."""
+    """Connects to a driver that has said where it listens, and to its actors."""
 
     def __init__(self, cluster: str, record: Record) -> None:
         assert record.driver is not None
@@ -511,7 +511,7 @@ class DriverDoor:
         return await self.open(self._address, self._driver.port)
 
     async def open(self, address: str, port: int) -> Streams:
-        """A connection to the driver or a keeper."""
+        """A connection to the driver or an actor."""
         async with asyncio.timeout(CONNECT_SECONDS):
             return await asyncio.open_connection(
                 address, port, ssl=self._tls, server_hostname="skyward", limit=LONGEST_LINE
@@ -549,7 +549,7 @@ class RayAllocation(SharedAllocation[RayMachine]):
         self._ended = ""
         """Why the driver does not run any more."""
         self._door: DriverDoor | None = None
-        """How the driver, and keepers, are reached."""
+        """How the driver, and actors, are reached."""
 
     # Nodes.
 

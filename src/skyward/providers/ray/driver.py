@@ -52,7 +52,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def context(authority: str, identity: str, *, server: bool) -> ssl.SSLContext:
-    """TLS that accepts the pool's client, or the pool's keepers, and nobody else."""
+    """TLS that accepts the pool's client, or the pool's actors, and nobody else."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     # One certificate is known to both ends: it says more than a host's name.
@@ -343,7 +343,7 @@ class NodeBundle:
         self.state = "pending"
         self.reason = ""
         self.told: dict[str, Any] = {}
-        """Where its keeper is."""
+        """Where its actor listens."""
         self.starting: Any = None
         self.watching: Any = None
         self.shown: dict[str, Any] = {}
@@ -409,7 +409,7 @@ class Driver:
             following.result()
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a client, or copy a connection to a keeper."""
+        """Serve a client, or copy a connection to an actor."""
         try:
             asked = json.loads(await reader.readline())
             if asked["do"] == "relay":
@@ -454,7 +454,7 @@ class Driver:
     async def relay(
         self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Copy bytes between the client and a keeper that the client cannot reach."""
+        """Copy bytes between the client and an actor that the client cannot reach."""
         told = self.nodes[number].told
         tls = context(certificate_of(self.identity), self.identity, server=False)
         there, back = await asyncio.open_connection(told["address"], told["port"], ssl=tls)
@@ -464,7 +464,7 @@ class Driver:
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # The client ends a connection only when it needs nothing more; a keeper has said all.
+            # The client ends a connection only when it needs nothing more; an actor has said all.
             await writer.drain()
         finally:
             for task in tasks:
