@@ -134,6 +134,10 @@ class Kubernetes:
         assert self.namespace is not None
         return Place(self.kubeconfig, self.context, self.namespace)
 
+    def _reached(self) -> contextlib.closing[Access]:
+        """A connection to the API server, which closes at its end."""
+        return contextlib.closing(Access(self._place))
+
     def check(self, request: Request) -> None:
         """Refuse volumes that no pod can have; the rest only the cluster knows."""
         manifests.check_volumes(request.volumes)
@@ -142,12 +146,9 @@ class Kubernetes:
         """List a pod, which says whether the server answers and knows the user."""
 
         def ask() -> str:
-            access = Access(self._place)
-            try:
+            with self._reached() as access:
                 access.get("pods", limit="1")
                 return access.server
-            finally:
-                access.close()
 
         server = await asyncio.to_thread(ask)
         return f"namespace {self.namespace} at {server}"
@@ -178,11 +179,8 @@ class Kubernetes:
         return await asyncio.to_thread(self._remains)
 
     def _remains(self) -> list[Remains]:
-        access = Access(self._place)
-        try:
+        with self._reached() as access:
             return jobs.remains(access)
-        finally:
-            access.close()
 
     @property
     def where(self) -> str:
@@ -198,12 +196,9 @@ class Kubernetes:
         await asyncio.to_thread(self._spare, pool, spared)
 
     def _spare(self, pool: str, spared: bool) -> None:
-        access = Access(self._place)
-        try:
+        with self._reached() as access:
             if (job := jobs.find(access, pool)) is not None:
                 (jobs.spare if spared else jobs.unspare)(access, job["metadata"]["name"])
-        finally:
-            access.close()
 
     async def stop(self, pool: str) -> float | None:
         """Remove the pool's pods; the Job stays, with the claims that go with it."""
@@ -211,14 +206,9 @@ class Kubernetes:
         return None
 
     def _stop(self, pool: str) -> None:
-        access = Access(self._place)
-        try:
-            job = jobs.find(access, pool)
-            if job is None:
-                return
-            jobs.empty(access, job["metadata"]["name"])
-        finally:
-            access.close()
+        with self._reached() as access:
+            if (job := jobs.find(access, pool)) is not None:
+                jobs.empty(access, job["metadata"]["name"])
 
     def delete(self, *, unused: bool = False) -> None:
         """Remove the Job named `job`, with its pods and all else that it owns, if there is one.
@@ -229,12 +219,10 @@ class Kubernetes:
         """
         if self.job is None:
             raise ConfigurationError(f"{self}: there is no job to delete; name it with job=")
-        access, name = Access(self._place), job_name(self.job)
-        try:
+        name = job_name(self.job)
+        with self._reached() as access:
             if not unused or jobs.is_idle(access, name):
                 jobs.remove(access, name)
-        finally:
-            access.close()
 
     def _pod(self, request: Request) -> Pod:
         return Pod(
