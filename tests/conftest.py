@@ -167,7 +167,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     Yet not for the 20 s or more that functions of the tests wait by themselves: one that was never
     told to end is killed before, and found out.
     """
-    monkeypatch.setattr("skyward.calls.cancelling.CANCEL_GRACE", 15.0)
+    monkeypatch.setattr("skyward.calls.dispatch.CANCEL_GRACE", 15.0)
 
 
 @contextlib.contextmanager

@@ -565,7 +565,7 @@ def test_cancelling_a_task_that_cannot_be_interrupted_lets_the_others_of_its_pro
         pipe.write_text("")
         return found
 
-    monkeypatch.setattr("skyward.calls.cancelling.CANCEL_GRACE", 0.05)
+    monkeypatch.setattr("skyward.calls.dispatch.CANCEL_GRACE", 0.05)
     os.mkfifo(tmp_path / "pipe")
     died = pool.stats().workers_died
     busy = pool.submit(waits_for_a_file(tmp_path / "busy", tmp_path / "go"), on=1)

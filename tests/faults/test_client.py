@@ -299,9 +299,9 @@ def test_ctrl_c_during_a_call_cancels_it_and_the_next_call_works(
     client: Callable[..., Script], eventually: Eventually, tmp_path: Path
 ) -> None:
     body = """
-        import skyward.calls.cancelling
+        import skyward.calls.dispatch
 
-        skyward.calls.cancelling.CANCEL_GRACE = 100.0  # so long until a process would be killed
+        skyward.calls.dispatch.CANCEL_GRACE = 100.0  # so long until a process would be killed
         with sky.Compute(options=quiet) as compute:
             threading.Thread(target=lambda: (running(sys.argv[1]), say("running"))).start()
             try:

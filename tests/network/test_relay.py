@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.calls import cancelling
+from skyward.calls import dispatch
 
 from ..conftest import only_in_all, other_case
 
@@ -188,7 +188,7 @@ def test_a_broadcast_given_up_half_way_leaves_the_pool_as_it_was(
     far_pool: Any, values: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A worker that is slow to end its task would be replaced, and with it what waits there.
-    monkeypatch.setattr(cancelling, "CANCEL_GRACE", 60.0)
+    monkeypatch.setattr(dispatch, "CANCEL_GRACE", 60.0)
     with far_pool(nodes=3) as far:
         large = np.tile(values, 8)
         signal.signal(signal.SIGALRM, _interrupt)

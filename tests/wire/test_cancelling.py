@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyward.calls.cancelling import Canceller
+from skyward.calls.dispatch import Dispatcher
 
 
 def a_task(number: int, name: str, **facts: Any) -> Any:
@@ -27,6 +27,13 @@ def a_lane(tasks: list[Any], done: list[str]) -> Any:
     )
 
 
+def dispatcher(loop: Any, done: list[str]) -> Any:
+    made: Any = object.__new__(Dispatcher)
+    made._loop, made._console = loop, SimpleNamespace(note=done.append)
+    made.lanes = SimpleNamespace(drain=lambda _: done.append("drained"))
+    return made
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_an_executor_that_is_to_be_killed_gets_no_other_task(ends: bool) -> None:
     timers: list[Callable[[], None]] = []
@@ -34,7 +41,7 @@ def test_an_executor_that_is_to_be_killed_gets_no_other_task(ends: bool) -> None
     done: list[str] = []
     task = a_task(7, "train")
     lane = a_lane([task], done)
-    Canceller(loop, lambda _: done.append("drained"), done.append).stop(lane, task)
+    dispatcher(loop, done)._stop(lane, task)
     if ends:
         lane.tasks.clear()
     (timer,) = timers
@@ -49,7 +56,7 @@ def test_an_executor_with_tasks_of_others_is_not_killed() -> None:
     done: list[str] = []
     task, parent = a_task(7, "naps"), a_task(6, "parent")
     lane = a_lane([parent, task], done)
-    Canceller(loop, lambda _: done.append("drained"), done.append).stop(lane, task)
+    dispatcher(loop, done)._stop(lane, task)
     timers.pop()()
     assert done == [
         "stopped",

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyward.calls import tracing
-from skyward.calls.cancelling import Canceller
 from skyward.calls.debuggers import DEBUG_KEY, ENVIRONMENT, DebuggerDesk, debug_mode
 from skyward.calls.device_tensors import BroadcastTensors, CallDevices, DeviceTensors
 from skyward.calls.held import HeldWorkers
@@ -88,6 +87,8 @@ from skyward.wire.messages import (
     Written,
 )
 
+CANCEL_GRACE = 1.0
+"""How long a cancelled task may take to end before its process is killed."""
 CANCEL_LOOK_SECONDS = 0.005
 UNFINISHED_MAX = 256 << 20
 """How many characters of a line are kept; if it has not ended by then, they are shown as a line."""
@@ -139,8 +140,7 @@ class Dispatcher:
         self._loop = loop
         self._options, self._devices = options, devices
         self._ids = itertools.count(1)
-        self._canceller = Canceller(loop, self.lanes.drain, console.note)
-        self.held = HeldWorkers(self.lanes, console, self.cancel)
+        self._held = HeldWorkers(self.lanes, console)
         self.timeouts = Timeouts(loop, self.lanes, self.cancel)
         self.debuggers = DebuggerDesk(console, self.timeouts)
         self._sending = Sending()
@@ -905,14 +905,53 @@ class Dispatcher:
             lane = self.lanes.with_task(task)
         self._fail(task, reason)
         if lane is not None:
-            self._canceller.stop(lane, task)
+            self._stop(lane, task)
             if lane.channel.aborted:
                 self.drain(lane)
 
     def _abandon(self, lane: Lane, task: Task) -> None:
         """End a stream whose consumer wants no more items."""
         if task.id in lane.tasks and not self.closed:
-            self._canceller.end_stream(lane, task)
+            lane.tell(Credit(task.id, -1, -1))
+            self._loop.later(CANCEL_GRACE, lambda: self._stop_if_running(lane, task))
+
+    def _stop_if_running(self, lane: Lane, task: Task) -> None:
+        if task.id in lane.tasks and not lane.lost:
+            task.cancelled = True
+            self._stop(lane, task)
+
+    def _stop(self, lane: Lane, task: Task) -> None:
+        """Have an executor stop a task; an executor that does not stop it is killed."""
+        lane.stop(task)
+        self._loop.later(CANCEL_GRACE, lambda: self._kill_if_running(lane, task))
+
+    def _kill_if_running(self, lane: Lane, task: Task, *, told: bool = False) -> None:
+        if task.id not in lane.tasks or lane.lost:
+            return
+        if not lane.connection.connected_for(CANCEL_GRACE):
+            # The cancellation has not reached the executor, or reached it a moment ago.
+            self._loop.later(CANCEL_GRACE, lambda: self._kill_if_running(lane, task, told=told))
+            return
+        others = [each for each in lane.load.started() if each is not task and _is_wanted(each)]
+        if others:
+            if not told:
+                more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+                self._console.note(
+                    f"{task.name} was cancelled and does not end; its process on {lane.where} "
+                    f"stays, since {others[0].name}{more} runs there, too"
+                )
+                # Hearing of it again, the executor no longer counts the task among those that run.
+                lane.stop(task)
+            self._loop.later(CANCEL_GRACE, lambda: self._kill_if_running(lane, task, told=True))
+        else:
+            # The cancelled task may end before its executor does; another must not begin then.
+            self.lanes.drain(lane)
+            lane.kill(f"{task.name} was cancelled and did not end within {CANCEL_GRACE} s")
+
+    def fail_held(self, *, slots: int, may_grow: bool) -> None:
+        """Fail calls that would wait for ever, because nobody reads the streams of all workers."""
+        for task, problem in self._held.look(slots=slots, may_grow=may_grow):
+            self.cancel(task, problem)
 
     # Ending.
 
@@ -1002,6 +1041,11 @@ class Dispatcher:
 
 def _size(payload: Payload) -> int:
     return payload.pickle + sum(buffer.length for buffer in payload.buffers)
+
+
+def _is_wanted(task: Task) -> bool:
+    """Whether somebody waits for a task, or reads its stream."""
+    return task.cancellable and not task.cancelled
 
 
 def _stayed(lane: Lane, task: Task) -> ArrivedTensors | None:

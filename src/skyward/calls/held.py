@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 
 from skyward.calls.flow import Crowd, Flow
@@ -36,12 +36,10 @@ _IDLE = frozenset(("IPython", "debugpy", "ipykernel", "pydevd", "pytest_timeout"
 
 
 class HeldWorkers:
-    """Tells which streams keep calls from running, and fails calls that would wait for ever."""
+    """Tells which streams keep calls from running, and which calls would wait for ever."""
 
-    def __init__(
-        self, lanes: Lanes, console: Console, fail: Callable[[Task, BaseException], None]
-    ) -> None:
-        self._lanes, self._console, self._fail = lanes, console, fail
+    def __init__(self, lanes: Lanes, console: Console) -> None:
+        self._lanes, self._console = lanes, console
         _lanes_of_pools.add(lanes)
         self._told: frozenset[int] = frozenset()
         """The streams that were named last."""
@@ -52,15 +50,15 @@ class HeldWorkers:
         self._collected = False
         """Whether garbage was collected since then."""
 
-    def look(self, *, slots: int, may_grow: bool) -> None:
-        """Tell about calls that wait, or fail them; called at every beat.
+    def look(self, *, slots: int, may_grow: bool) -> list[tuple[Task, DeadlockError]]:
+        """Tell about calls that wait; those that would wait for ever. Called at every beat.
 
         `slots` is how many calls the pool can run at once; `may_grow` says whether it can get more.
         """
         waiting, streams, alone = self._lanes.held()
         if not waiting:
             self._told = frozenset()
-            return
+            return []
         numbers = frozenset(task.id for task in streams)
         seen = [(task.id, task.stream.unread) for task in streams if task.stream is not None]
         now = time.monotonic()
@@ -70,24 +68,23 @@ class HeldWorkers:
             self._told = numbers
             self._console.note(f"{_calls(waiting)} for a worker: {_told(streams)}; {WHAT_TO_DO}")
         if not alone or may_grow or len(streams) < slots or now - self._since < ENDLESS_SECONDS:
-            return
+            return []
         # Such a stream ends by itself; and a thread may wait for a call of another pool.
         others = [lanes for lanes in list(_lanes_of_pools) if lanes is not self._lanes]
         if any(task.timer is not None for task in streams) or any(map(_is_busy, others)):
-            return
+            return []
         if _somebody_can_read():
-            return
+            return []
         if not self._collected:
             # A stream that only garbage refers to ends now, and the next look finds it gone.
             self._collected = True
             gc.collect()
-            return
-        for task in waiting:
-            problem = DeadlockError(
-                f"{task.name} would wait for ever for a worker: {_told(streams)}, and all threads "
-                f"that could read them wait, too; {WHAT_TO_DO}"
-            )
-            self._fail(task, problem)
+            return []
+        why = (
+            f"would wait for ever for a worker: {_told(streams)}, and all threads that could read "
+            f"them wait, too; {WHAT_TO_DO}"
+        )
+        return [(task, DeadlockError(f"{task.name} {why}")) for task in waiting]
 
 
 def _calls(waiting: Sequence[Task]) -> str:

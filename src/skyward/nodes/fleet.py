@@ -619,7 +619,7 @@ class Fleet:
             self._shrinking = True
             threading.Thread(target=self._shrink_idle, name="skyward-scaling", daemon=True).start()
         may_grow = self._scaler.may_grow(count) or not all(node.joined for node in self.nodes)
-        self.dispatcher.held.look(slots=self.slots(), may_grow=may_grow)
+        self.dispatcher.fail_held(slots=self.slots(), may_grow=may_grow)
 
     def _tell_cost(self) -> None:
         cost, hourly = self.ledger.cost, self.ledger.hourly_cost
