@@ -154,7 +154,7 @@ class TestNodesThatDoNotAnswer:
         with sky.Compute(volumes=[volume], options=QUIET) as compute:
             pool = compute._open_fleet
             worker = pid() >> compute
-            pool._fleet.deliveries._open = _lost
+            pool.deliveries._open = _lost
 
         assert pool.closed
         assert not psutil.pid_exists(worker)

@@ -85,5 +85,5 @@ def test_the_pools_of_one_process_are_asked_at_once(monkeypatch: pytest.MonkeyPa
 
     spec = SimpleNamespace(name="p")
     pools = [SimpleNamespace(id=f"{n}", spec=spec, stacks=stacks) for n in range(2)]
-    monkeypatch.setattr(door, "hub", SimpleNamespace(pools=pools))
+    monkeypatch.setattr(door, "hub", SimpleNamespace(fleets=pools))
     assert [(each.pool, each.problem) for each in door._all_stacks()] == [("0", ""), ("1", "")]

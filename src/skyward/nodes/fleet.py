@@ -17,12 +17,11 @@ from types import MappingProxyType
 from typing import Any
 
 from skyward.calls.dispatch import Dispatcher
-from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
 from skyward.calls.packing import Packer
 from skyward.calls.prospects import Prospects
 from skyward.calls.relays import Relays
-from skyward.calls.task import Standing, Task
+from skyward.calls.task import Task
 from skyward.console import Console
 from skyward.errors import (
     ConfigurationError,
@@ -51,7 +50,7 @@ from skyward.nodes.preparing import Preparer
 from skyward.nodes.provider_loop import connecting
 from skyward.nodes.reaching import Adoption, lock
 from skyward.nodes.spec import PoolSpec
-from skyward.nodes.stacks import Stacks, Standings, read_stacks
+from skyward.nodes.stacks import Stacks, read_stacks
 from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.providers import Machine, Order
 from skyward.spec import Nodes, Options
@@ -166,7 +165,6 @@ class Fleet:
         )
         """Prepares the workers, and has them form groups."""
         self._state = RemoteLink(self._connect_to_state, f"the client (process {os.getpid()})")
-        self._standings = Standings(self.roster.service)
         self._usage = UsageDesk(self.roster.tell)
         self.deliveries = Deliveries(spec.folders, spec.volumes, self.roster.service)
         """The folders that nodes get from the client."""
@@ -663,10 +661,6 @@ class Fleet:
         """Give a node that starts the client's files."""
         self.deliveries.deliver(node.index, lambda what: self.console.phase(node.index, what))
 
-    def find(self, lane: Lane, task: Task) -> Standing:
-        """Where a task is in its code; waits for the node's agent."""
-        return self._standings.find(lane, task)
-
     def hear(self, node: Node, message: Message) -> None:
         """Take what an agent tells of other things than its executors and its machine."""
         match message:
@@ -685,26 +679,6 @@ class Fleet:
                 self.dispatcher.teller.output(message, node.index, 0, "")
             case _:
                 raise ProtocolError(f"an agent does not send {type(message).__name__}")
-
-    def agent_up(self, node: Node) -> None:
-        """Prepare a node whose agent is connected."""
-        self.preparer.node_up(node)
-
-    def executor_up(self, node: Node, lane: Lane) -> None:
-        """Prepare an executor that is connected."""
-        self.preparer.lane_up(node, lane)
-
-    def executor_prepared(self, node: Node, lane: Lane, problem: str) -> None:
-        """Take an executor's answer: it has entered the plugins' hooks, or one failed."""
-        self.preparer.lane_prepared(node, lane, problem)
-
-    def executor_lost(self, node: Node, lane: Lane, reason: str) -> None:
-        """Do without an executor."""
-        self.preparer.lane_lost(node, lane, reason)
-
-    def group_lost(self) -> None:
-        """Have the workers form a new group: a member is gone."""
-        self.preparer.regroup()
 
     def node_joins(self, node: Node) -> None:
         """Tell all nodes of one whose executors are all prepared, and make it ready then."""
@@ -728,10 +702,6 @@ class Fleet:
     def node_lost(self, node: Node, reason: str) -> None:
         """Note that what was open on a node is gone."""
         self.devices.node_lost(node.index, reason)
-
-    def node_failed(self, node: Node) -> None:
-        """Do without a node that is not started again soon."""
-        self.preparer.node_failed()
 
     # Pools that stay.
 

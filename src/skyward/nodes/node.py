@@ -57,6 +57,7 @@ from skyward.nodes.keeping import KeptNode
 from skyward.nodes.provider_loop import connecting, in_thread
 from skyward.nodes.reaching import found_machines
 from skyward.nodes.spec import PoolSpec
+from skyward.nodes.stacks import STANDING_SECONDS, Stacks, node_stacks, standing_of
 from skyward.providers import Allocation, Machine
 from skyward.wire import messages
 from skyward.wire.asking import ServiceConnection
@@ -227,6 +228,28 @@ class Retries:
         self.failed = self._in_vain = 0
 
 
+class NodePreparer(Protocol):
+    """What nodes tell of themselves and their executors, so that the plugins' hooks are entered."""
+
+    def node_up(self, node: Node) -> None:
+        """Prepare a node whose agent is connected."""
+
+    def node_failed(self) -> None:
+        """Do without a node that is not started again soon."""
+
+    def lane_up(self, node: Node, lane: Lane) -> None:
+        """Prepare an executor that is connected."""
+
+    def lane_prepared(self, node: Node, lane: Lane, problem: str) -> None:
+        """Take an executor's answer: it has entered the plugins' hooks, or one failed."""
+
+    def lane_lost(self, node: Node, lane: Lane, reason: str) -> None:
+        """Do without an executor."""
+
+    def regroup(self) -> None:
+        """Have the workers form a new group: a member is gone."""
+
+
 class NodeFleet(Protocol):
     """The fleet as its nodes see it: what they share, and what they tell it."""
 
@@ -260,23 +283,8 @@ class NodeFleet(Protocol):
     def deliver(self, node: Node) -> None:
         """Give a node that starts the client's files."""
 
-    def find(self, lane: Lane, task: Task) -> Standing:
-        """Where a task is in its code; waits for the node's agent."""
-
     def hear(self, node: Node, message: Message) -> None:
         """Take what an agent tells of other things than its executors and its machine."""
-
-    def agent_up(self, node: Node) -> None:
-        """Prepare a node whose agent is connected."""
-
-    def executor_up(self, node: Node, lane: Lane) -> None:
-        """Prepare an executor that is connected."""
-
-    def executor_prepared(self, node: Node, lane: Lane, problem: str) -> None:
-        """Take an executor's answer: it has entered the plugins' hooks, or one failed."""
-
-    def executor_lost(self, node: Node, lane: Lane, reason: str) -> None:
-        """Do without an executor."""
 
     def node_joins(self, node: Node) -> None:
         """Tell all nodes of one whose executors are all prepared, and make it ready then."""
@@ -284,11 +292,9 @@ class NodeFleet(Protocol):
     def node_lost(self, node: Node, reason: str) -> None:
         """Note that what was open on a node is gone."""
 
-    def node_failed(self, node: Node) -> None:
-        """Do without a node that is not started again soon."""
-
-    def group_lost(self) -> None:
-        """Have the workers form a new group: a member is gone."""
+    @property
+    def preparer(self) -> NodePreparer:
+        """Prepares the nodes and their executors."""
 
 
 class Node:
@@ -336,6 +342,8 @@ class Node:
         self._asked: float | None = None
         """Since when a heartbeat is unanswered."""
         self._pings = 0
+        self._asked_stacks: Future[Stacks] | None = None
+        """The look at the stacks of the node's processes that goes on now."""
         self._ready_since = 0.0
         self._starts = 0
         self._told_out_of_reach = False
@@ -720,7 +728,7 @@ class Node:
         self._phase("starting workers")
         # An agent that was adopted has its files: another client gave them to it.
         if adopted or not fleet.spec.has_files:
-            fleet.agent_up(self)
+            fleet.preparer.node_up(self)
         fleet.loop.watch(control, self._hear, lambda problem: self._control_ended(control, problem))
 
     async def _bring_files(self, host: Host) -> None:
@@ -739,7 +747,7 @@ class Node:
             return
         bringing.result()
         if self.control is control is not None:
-            await in_thread(self._fleet.agent_up, self)
+            await in_thread(self._fleet.preparer.node_up, self)
 
     def _phase(self, phase: str) -> None:
         self._fleet.console.phase(self.index, phase)
@@ -839,7 +847,7 @@ class Node:
         self._drop(control, lanes, str(failure))
         self.remove_machine()
         if any(lane.preparation.begun for lane in lanes):
-            fleet.group_lost()
+            fleet.preparer.regroup()
         if not failed:
             return
         failure = self.failure or failure
@@ -852,7 +860,7 @@ class Node:
         elif not given_up and roster.serves and first:
             self.tell_retry()
         fleet.dispatcher.fail_unrunnable()
-        fleet.node_failed(self)
+        fleet.preparer.node_failed()
 
     def _tell_given_up(self, failure: BaseException) -> None:
         """Tell the user, and the tasks that wait, that the node will not be started again."""
@@ -900,12 +908,12 @@ class Node:
             fleet.console.note(f"node {self.index} was lost: {reason}; it is started anew")
         self._drop(loss.control, loss.lanes, f"{reason}; {advice}")
         for lane in loss.lanes:
-            fleet.executor_lost(self, lane, reason)
+            fleet.preparer.lane_lost(self, lane, reason)
         # Counted last: a caller that sees the count relies on no task being sent there any more.
         fleet.dispatcher.counts.nodes_lost += 1
         if self._state == "failed":
             fleet.dispatcher.fail_unrunnable()
-            fleet.node_failed(self)
+            fleet.preparer.node_failed()
         elif self._state == "lost":
             self.start_again()
 
@@ -1115,12 +1123,30 @@ class Node:
         self.tell(Kill(lane.worker, lane.slot, lane.pid, reason))
 
     def find(self, lane: Lane, task: Task) -> Standing:
-        """Where a task is in its code; waits for the agent."""
-        return self._fleet.find(lane, task)
+        """Where a task is in its code; waits for the agent.
+
+        Tasks that are looked for at once share a look.
+        """
+        with self._lock:
+            asked = self._asked_stacks
+            if asked is None:
+                mine: Future[Stacks] = Future()
+                self._asked_stacks = mine
+        if asked is None:
+            try:
+                service = self._fleet.roster.service
+                mine.set_result(node_stacks(self.index, service, STANDING_SECONDS))
+            except BaseException as problem:
+                mine.set_exception(problem)
+            finally:
+                with self._lock:
+                    self._asked_stacks = None
+            asked = mine
+        return standing_of(task.id, lane.pid, asked.result())
 
     def executor_prepared(self, lane: Lane, problem: str) -> None:
         """Take an executor's answer: it has entered the plugins' hooks, or one failed."""
-        self._fleet.executor_prepared(self, lane, problem)
+        self._fleet.preparer.lane_prepared(self, lane, problem)
 
     def gets_memory_back(self, lane: Lane) -> None:
         """Have an executor told which memory it gets back; a finalizer may call this."""
@@ -1228,7 +1254,7 @@ class Node:
             functools.partial(fleet.dispatcher.receive, lane),
             lambda problem: self._lane_ended(lane, problem),
         )
-        fleet.executor_up(self, lane)
+        fleet.preparer.lane_up(self, lane)
 
     def _show_progress(self) -> None:
         """Show how many of the executors are there, at every tenth, if they are many."""
@@ -1322,7 +1348,7 @@ class Node:
         fleet = self._fleet
         if lane.tasks:
             fleet.dispatcher.counts.workers_died += 1
-        fleet.executor_lost(self, lane, reason)
+        fleet.preparer.lane_lost(self, lane, reason)
         fleet.loop.forget(lane.channel)
         fleet.dispatcher.lose(
             lane,

@@ -9,12 +9,11 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
-from skyward.calls.lane import Lane
-from skyward.calls.task import Standing, Task
+from skyward.calls.task import Standing
 from skyward.errors import SkywardError
 from skyward.wire.asking import ServiceConnection
 
@@ -255,33 +254,6 @@ def _frame(told: list[Any]) -> StackFrame:
     # A notebook's cells and a script's own file may be here alone.
     source = source or linecache.getline(file, line).strip()
     return StackFrame(file, line, function, source, internal)
-
-
-class Standings:
-    """Finds tasks on their workers; tasks of one node that are looked for at once share a look."""
-
-    def __init__(self, open_service: Open) -> None:
-        self._open = open_service
-        self._lock = threading.Lock()
-        self._asking: dict[int, Future[Stacks]] = {}
-
-    def find(self, lane: Lane, task: Task) -> Standing:
-        """Where a task is; waits for the node's agent."""
-        with self._lock:
-            asked = self._asking.get(lane.node)
-            if asked is None:
-                mine: Future[Stacks] = Future()
-                self._asking[lane.node] = mine
-        if asked is None:
-            try:
-                mine.set_result(node_stacks(lane.node, self._open, STANDING_SECONDS))
-            except BaseException as problem:
-                mine.set_exception(problem)
-            finally:
-                with self._lock:
-                    del self._asking[lane.node]
-            asked = mine
-        return standing_of(task.id, lane.pid, asked.result())
 
 
 def standing_of(task: int, pid: int, stacks: Stacks) -> Standing:
