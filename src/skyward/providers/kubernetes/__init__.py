@@ -247,22 +247,14 @@ class PodMachine(Piped, Machine):
     before, after = f'echo "$shell" >{MARKS}$shell', f"rm -f {MARKS}$shell"
     ends_input = False
 
-    def __init__(
-        self,
-        pods: PodAllocation,
-        node: int,
-        pod: Object | None,
-        python: str | None,
-        *,
-        direct: bool = True,
-    ) -> None:
+    def __init__(self, pods: PodAllocation, node: int, pod: Object | None) -> None:
         self._access, self._pods = pods.access, pods
         self.id = f"{pods.access.place.namespace}/{pods.job}-{node}"
-        self.node, self.python = node, python
+        self.node, self.python = node, pods.provider.python
         self._pod = pod["metadata"]["name"] if pod else ""
         self._uid = pod["metadata"]["uid"] if pod else ""
         self.address = str((pod or {}).get("status", {}).get("podIP", ""))
-        self.direct = self.address if direct and self.address else None
+        self.direct = self.address if pods.provider.direct and self.address else None
         self.ended = pod is None or not is_usable(pod)
         """Whether its pod did not run when it was found."""
         self._refusal = ""
@@ -362,7 +354,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
         super().__init__(pool)
         self.timeout = provider.timeout
         self.job = job_name(provider.job or pool)
-        self._provider = provider
+        self.provider = provider
         self._request: Request | None = None
         """What the pool asks for; None if nothing was ordered here."""
         self._called = ""
@@ -392,7 +384,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
     def access(self) -> Access:
         """The connection to the API server; the first call asks the server."""
         if self._connection is None:
-            self._connection = Access(self._provider._place)
+            self._connection = Access(self.provider._place)
         return self._connection
 
     # Nodes.
@@ -450,10 +442,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
         # Of a node's pods, the one that runs comes last.
         there.sort(key=is_usable)
         by_node = {int(each["metadata"]["labels"].get(NODE, -1)): each for each in there}
-        return [self._machine(node, by_node.get(node)) for node in jobs.nodes_of(job)]
-
-    def _machine(self, node: int, pod: Object | None) -> PodMachine:
-        return PodMachine(self, node, pod, self._provider.python, direct=self._provider.direct)
+        return [PodMachine(self, node, by_node.get(node)) for node in jobs.nodes_of(job)]
 
     async def look(self, name: str) -> Object | None:
         """A pod as it is known; None if it is gone."""
@@ -516,7 +505,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
         gone = list(self._nodes)
         if self._started_at is None:
             self._nodes.clear()
-        elif self._provider.job is not None and self._has_served:
+        elif self.provider.job is not None and self._has_served:
             await self.shrink(gone)
         elif self._has_served or self._is_own:
             await asyncio.to_thread(jobs.remove, self.access, self.job)
@@ -556,7 +545,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
         if request.keep and (there := jobs.find(self.access, self.pool)) is not None:
             self.others = set(jobs.nodes_of(there)) - self.wanted.keys()
         nodes = self._applied = self.nodes
-        pod = self._provider._pod(request)
+        pod = self.provider._pod(request)
         job, self._is_own = jobs.make(
             self.access, self.job, self.pool, pod, request, nodes, self._called
         )
@@ -676,7 +665,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
             if found.name:
                 found.refusal = pending.refusal(self._pods[found.name]) or found.refusal
             if found.name and jobs.is_running(self._pods[found.name]):
-                self.give(node, self._machine(node, self._pods[found.name]))
+                self.give(node, PodMachine(self, node, self._pods[found.name]))
 
     def _free_pod(self, node: int) -> str:
         """The oldest pod that serves no node, or was serving this one; empty if there is none."""

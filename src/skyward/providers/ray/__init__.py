@@ -331,20 +331,13 @@ class RayMachine(Kept, Machine):
     # has written last may be lost.
     reads_rest = True
 
-    def __init__(
-        self,
-        bundles: RayAllocation,
-        node: int,
-        place: NodeReport,
-        python: str | None,
-        *,
-        direct: bool,
-    ) -> None:
-        self._bundles, self._place = bundles, place
+    def __init__(self, bundles: RayAllocation, node: int) -> None:
+        self._bundles = bundles
+        self._place = place = bundles.place(node)
         self.id = f"ray://{bundles.pool}/{node}"
-        self.node, self.python = node, python
+        self.node, self.python = node, bundles.provider.python
         self.address = place.address
-        self.direct = place.address if direct and place.address else None
+        self.direct = place.address if bundles.provider.direct and place.address else None
         self._relayed = False
         """Whether the actor can only be reached through the driver."""
         self._destroyed = False
@@ -531,12 +524,12 @@ class DriverDoor:
 class RayAllocation(SharedAllocation[RayMachine]):
     """The nodes of one pool, which its driver in the cluster has for it."""
 
-    def __init__(self, ray: Ray, pool: str) -> None:
+    def __init__(self, provider: Ray, pool: str) -> None:
         super().__init__(pool)
-        self.timeout = ray.timeout
-        self._ray, self._cluster = ray, ray._cluster
+        self.timeout = provider.timeout
+        self.provider, self._cluster = provider, provider._cluster
         self._record: Record | None = None
-        self._program = ray._program(pool)
+        self._program = provider._program(pool)
         self._places: dict[int, NodeReport] = {}
         """What the driver told last of each node."""
         self._asked: set[int] = set()
@@ -595,11 +588,7 @@ class RayAllocation(SharedAllocation[RayMachine]):
         """The nodes that the pool's driver has, also one that another process has started."""
         if self._record is None and not self.wanted:
             await self._find_driver()
-        return [self._machine(node) for node in self.nodes]
-
-    def _machine(self, node: int) -> RayMachine:
-        ray = self._ray
-        return RayMachine(self, node, self.place(node), ray.python, direct=ray.direct)
+        return [RayMachine(self, node) for node in self.nodes]
 
     async def _find_driver(self) -> None:
         """Connect to the driver that the pool's record names, or know the one of the cluster."""
@@ -624,7 +613,7 @@ class RayAllocation(SharedAllocation[RayMachine]):
         record = records.read(self.pool)
         if record is None or not record.program:
             return False
-        program = self._ray._program(self.pool, record.program)
+        program = self.provider._program(self.pool, record.program)
         if await asyncio.to_thread(program.why_over):
             with contextlib.suppress(PoolError):
                 await asyncio.to_thread(program.forget)
@@ -637,10 +626,10 @@ class RayAllocation(SharedAllocation[RayMachine]):
         """Know the pool's job, to end it: its keys are on another machine."""
         if "://" not in self._cluster:
             return
-        api = JobsApi(self._cluster, self._ray.headers)
+        api = JobsApi(self._cluster, self.provider.headers)
         if jobs := await asyncio.to_thread(api.jobs_of, self.pool):
             self._record = records.Record("", "", "", program=jobs[0])
-            self._program = self._ray._program(self.pool, jobs[0])
+            self._program = self.provider._program(self.pool, jobs[0])
             self.others.add(0)
 
     # The end.
@@ -692,7 +681,7 @@ class RayAllocation(SharedAllocation[RayMachine]):
             await asyncio.wait({self._work})
 
     def _forget_driver(self) -> None:
-        self._program = self._ray._program(self.pool)
+        self._program = self.provider._program(self.pool)
         self._record, self._door, self._ended = None, None, ""
         self._listed.clear()
         self._asked.clear()
@@ -761,9 +750,9 @@ class RayAllocation(SharedAllocation[RayMachine]):
             name=self._called,
         )
         given = {
-            "namespace": self._ray.namespace,
-            "port": self._ray.port or 0,
-            "autoscales": self._ray.autoscales,
+            "namespace": self.provider.namespace,
+            "port": self.provider.port or 0,
+            "autoscales": self.provider.autoscales,
             "name": self._called,
             "pool": self.pool,
             "authority": mine.authority,
@@ -870,7 +859,7 @@ class RayAllocation(SharedAllocation[RayMachine]):
         if place.reason and place.reason != before.reason and place.state == "pending":
             self.wanted[node].order.tell(place.reason)
         if place.state == "ready":
-            self.give(node, self._machine(node))
+            self.give(node, RayMachine(self, node))
         elif place.state in ("refused", "gone"):
             self.refuse([node], PoolStartError(f"node {node}: {place.reason}"))
 
@@ -879,7 +868,7 @@ class RayAllocation(SharedAllocation[RayMachine]):
         missing = sorted(set(missing) - self._asked)
         if not missing:
             return
-        asked = self._ray._ask(self.wanted[missing[0]].order.request)
+        asked = self.provider._ask(self.wanted[missing[0]].order.request)
         self._send({"do": "make", "nodes": missing, **asked})
         self._asked.update(missing)
         self._write_record()

@@ -270,25 +270,19 @@ class SlurmMachine(Kept, Machine):
     """One node of a job, for one node of the pool."""
 
     def __init__(
-        self,
-        jobs: SlurmAllocation,
-        job: str,
-        node: int,
-        host: str,
-        address: str,
-        token: str,
-        *,
-        python: str | None,
-        direct: bool,
+        self, jobs: SlurmAllocation, job: str, node: int, keeper: Greeting | None = None
     ) -> None:
-        """`host` is empty while the job waits."""
-        self._jobs, self.job, self.host, self.token = jobs, job, host, token
+        """Without the greeting of its keeper, the job waits, or the node does not answer."""
+        self._jobs, self.job = jobs, job
+        self.host, self.token = (keeper.host, keeper.token) if keeper else ("", "")
         self.id = f"{job}.{node}"
-        self.node, self.python = node, python
-        self.address = address or host or "pending"
-        self.direct = address if direct and address else None
+        self.node, self.python = node, jobs.provider.python
+        known = keeper.address if keeper else ""
+        self.address = known or self.host or "pending"
         # Without a way of its own to the nodes, the client goes through the login node.
-        self.forwards_to = "" if direct else self.address
+        is_direct = jobs.provider._ssh is None
+        self.direct = known if is_direct and known else None
+        self.forwards_to = "" if is_direct else self.address
         self.notice = NOTICE
         self._destroyed = False
 
@@ -358,11 +352,11 @@ class AskedJob:
 class SlurmAllocation(SharedAllocation[SlurmMachine]):
     """The jobs of one pool: nodes that are ordered later have a job of their own."""
 
-    def __init__(self, slurm: Slurm, pool: str) -> None:
+    def __init__(self, provider: Slurm, pool: str) -> None:
         super().__init__(pool)
-        self.timeout = slurm.timeout
-        self._slurm = slurm
-        self.login = slurm._login()
+        self.timeout = provider.timeout
+        self.provider = provider
+        self.login = provider._login()
         self.cluster = SlurmCluster(self.login)
         self._states: dict[str, tuple[float, asyncio.Task[SlurmJob | None]]] = {}
         """What Slurm said last of each job, and when it was asked."""
@@ -478,7 +472,7 @@ class SlurmAllocation(SharedAllocation[SlurmMachine]):
         there = await self._nodes_there(request)
         asked = submission.options(request, there)
         about = comment(nodes, owner(), os.getpid(), order.name)
-        given = [*self._options(nodes, request, about), *asked, *self._slurm.extra]
+        given = [*self._options(nodes, request, about), *asked, *self.provider.extra]
         command = ["sbatch", *given]
         script = await self._script(nodes, request, asked)
         # A job that can never run is accepted by `sbatch`, but not by its test.
@@ -526,7 +520,7 @@ class SlurmAllocation(SharedAllocation[SlurmMachine]):
         )
 
     def _sinfo(self, format: str) -> list[str]:
-        partition = self._slurm.partition
+        partition = self.provider.partition
         where = [] if partition is None else [f"--partition={partition}"]
         return ["sinfo", "--noheader", "--Node", f"--format={format}", *where]
 
@@ -554,7 +548,7 @@ class SlurmAllocation(SharedAllocation[SlurmMachine]):
         return submission.read_nodes(answer.output)
 
     def _options(self, nodes: Sequence[int], request: Request, about: str) -> list[str]:
-        slurm = self._slurm
+        slurm = self.provider
         given = {
             "partition": slurm.partition,
             "account": slurm.account,
@@ -574,7 +568,7 @@ class SlurmAllocation(SharedAllocation[SlurmMachine]):
         ]
 
     async def _script(self, nodes: Sequence[int], request: Request, asked: Sequence[str]) -> bytes:
-        container = self._slurm.container
+        container = self.provider.container
         config: dict[str, object] = {
             "pool": self.pool,
             "nodes": list(nodes),
@@ -656,7 +650,7 @@ class SlurmAllocation(SharedAllocation[SlurmMachine]):
             try:
                 # An image that the nodes do not have yet may take longer than any keeper. If it
                 # cannot be had, the job ends.
-                in_container = self._slurm.container and await self.cluster.has_pyxis()
+                in_container = self.provider.container and await self.cluster.has_pyxis()
                 doing = "starting the container" if in_container else "starting on the nodes"
                 if told != (told := doing):
                     self._tell(asked, told)
@@ -687,23 +681,10 @@ class SlurmAllocation(SharedAllocation[SlurmMachine]):
         await self._compare_homes(asked, greetings)
         by_node = {each.node: each for each in greetings}
         for node in self._waiting(asked):
-            self.give(node, self._machine(job.id, node, by_node.get(node)))
+            self.give(node, SlurmMachine(self, job.id, node, by_node.get(node)))
         if self._unwanted(asked):
             # In a task of its own: a node that is ordered meanwhile would wait for nobody.
             self._begin(self._give_back_now())
-
-    def _machine(self, job: str, node: int, greeting: Greeting | None) -> SlurmMachine:
-        """A node of a job; without a greeting, one that is known by its number alone."""
-        return SlurmMachine(
-            self,
-            job,
-            node,
-            greeting.host if greeting else "",
-            greeting.address if greeting else "",
-            greeting.token if greeting else "",
-            python=self._slurm.python,
-            direct=self._slurm._ssh is None,
-        )
 
     async def _compare_homes(self, asked: AskedJob, greetings: list[Greeting]) -> None:
         """Say it if the nodes do not have the home folder of the login node."""
@@ -744,7 +725,7 @@ class SlurmAllocation(SharedAllocation[SlurmMachine]):
             asked.hosts |= {each.node: each.host for each in greetings}
             for node in asked.nodes:
                 if self._places.get(node) is asked:
-                    found[node] = self._machine(job.id, node, by_node.get(node))
+                    found[node] = SlurmMachine(self, job.id, node, by_node.get(node))
         await self._close_if_unused()
         return [found[node] for node in sorted(found)]
 
