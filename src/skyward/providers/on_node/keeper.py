@@ -82,7 +82,7 @@ def keeper_of(pid):
 
 def processes_of(folder):
     # type: (str) -> list[int]
-    """The processes of a keeper, also if it has ended: they have its folder in their variables."""
+    """The processes of a keeper, also if it was killed: its folder is among their variables."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [pid for pid in pids if pid != os.getpid() and keeper_of(pid) == folder]
 
@@ -142,17 +142,23 @@ def remove_node_folders(name, places, keeper=""):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_folders(folder, node_folder):
+    # type: (str, str) -> None
+    """Remove what a keeper and the agents below it have made, after their end."""
+    remove_node_folders(node_folder, (*PLACES, cache_folder()), folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def clear(folder, node_folder):
     # type: (str, str) -> None
-    """Kill the processes of a keeper that ends, or has ended, and remove all folders."""
+    """Do what a keeper does at its end, if it was killed."""
     for _ in range(KILL_ROUNDS):
         found = processes_of(folder)
         if not found:
             break
         send_signal(found, signal.SIGKILL)
         time.sleep(0.02)
-    remove_node_folders(node_folder, (*PLACES, cache_folder()), folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_folders(folder, node_folder)
 
 
 class Keeper:
@@ -164,7 +170,8 @@ class Keeper:
         self.name = name
         self.node = node
         self.node_folder = "sky.%s.%d" % (config["pool"], node)
-        self.idle_seconds = float(str(config.get("idle") or "inf"))
+        idle = config.get("idle")
+        self.idle_seconds = None if idle is None else float(str(idle))
         self.end_seconds = float(str(config.get("end", END_SECONDS)))
         self.inside = inside(config)
         self.variables = variables
@@ -242,6 +249,8 @@ class Keeper:
         with self.lock:
             is_used = self.busy > 0
             self.reap({each.pid for each in self.commands})
+        if self.idle_seconds is None:
+            return
         if is_used or processes_below(os.getpid()):
             self.used = time.time()
         elif time.time() - self.used > self.idle_seconds:
@@ -353,7 +362,7 @@ class Keeper:
             self.reap(set())
             time.sleep(0.02)
         self.reap(set())
-        clear(self.folder, self.node_folder)
+        remove_folders(self.folder, self.node_folder)
         # The threads of connections need not be waited for.
         os._exit(0)
 
