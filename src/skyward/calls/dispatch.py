@@ -1,4 +1,4 @@
-"""Dispatch: brings tasks to executors and answers to callers, also when executors are lost."""
+"""Dispatch: calls become tasks, executors get them and callers the answers, also after losses."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ FILES_DIALLED = 2
 
 
 class Fleet:
-    """Owns the nodes of a pool."""
+    """Owns the nodes of a pool, and the dispatcher of the tasks on them, to their end."""
 
     def __init__(
         self,
