@@ -39,8 +39,9 @@ class Engine(SharedAllocation[Any]):
         self.stuck: PoolError | None = None
         """What `remove` and `shrink` raise."""
         self.answers = asyncio.Event()
-        """Whether a request is answered."""
+        """Whether a request, or a removal, is answered."""
         self.answers.set()
+        self.removing = False
 
     async def ask(self, nodes: Sequence[int]) -> None:
         self.asked.append(list(nodes))
@@ -61,6 +62,8 @@ class Engine(SharedAllocation[Any]):
         self.done.append(f"without {', '.join(map(str, gone))}")
 
     async def remove(self) -> None:
+        self.removing = True
+        await self.answers.wait()
         if self.stuck is not None:
             raise self.stuck
         self.done.append("removed")
@@ -266,6 +269,17 @@ def test_a_place_that_no_node_wants_any_more_is_given_back(ends_early: bool) -> 
             await turn(lambda: engine.done)
 
     assert play(scenario).done == ["without 1"]
+
+
+def test_a_place_that_is_being_given_back_is_waited_for_at_the_end() -> None:
+    async def scenario(engine: Engine) -> None:
+        await engine.get(order(0))
+        engine.answers.clear()
+        await engine.release(0, lost=True)
+        await turn(lambda: engine.removing)
+        asyncio.get_running_loop().call_soon(engine.answers.set)
+
+    assert play(scenario).done == ["removed"]
 
 
 def test_a_pool_whose_last_machine_was_lost_leaves_nothing() -> None:

@@ -200,6 +200,13 @@ class SharedAllocation(Allocation[M]):
         lost, self._lost = self._lost, set()
         with contextlib.suppress(PoolError):
             await asyncio.gather(*map(self.release, lost))
+        if self._asking is not None:
+            self._asking.cancel()
+        # Nobody else waits for a place whose time was over a moment ago.
+        if self._releasing is not None:
+            await asyncio.wait({self._releasing})
+        async with self._changing:
+            pass
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
