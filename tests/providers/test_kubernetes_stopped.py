@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -143,6 +144,40 @@ def test_a_start_that_fails_on_all_nodes_removes_the_job_that_it_made(no_events:
 
     asyncio.run(start())
     assert ("jobs", "sky-a") in cluster.deleted
+
+
+def test_a_node_that_is_ordered_while_the_job_is_removed_has_a_pod_of_the_next_one(
+    no_events: None,
+) -> None:
+    removing, go_on = threading.Event(), threading.Event()
+
+    class Slow(Cluster):
+        def delete(self, kind: str, name: str, **options: Any) -> None:
+            removing.set()
+            assert go_on.wait(60)
+            super().delete(kind, name, **options)
+
+    cluster = Slow(1, has_job=False)
+
+    async def order() -> int:
+        pods = cluster.pods()
+        await get(pods, 0)
+        removal = asyncio.create_task(pods.release(0))
+        await asyncio.to_thread(removing.wait, 60)
+        next_one = asyncio.create_task(get(pods, 0))
+        while 0 not in pods.wanted:
+            await asyncio.sleep(0)
+        pods._seen(dict(pods._pods))  # The old pod is still there, and runs.
+        assert not next_one.done()
+        assert pods.waiting == [0]
+        go_on.set()
+        await removal
+        made = (await next_one).node
+        await pods.close()
+        return made
+
+    assert asyncio.run(order()) == 0
+    assert cluster.made == [1, 1]
 
 
 def test_a_pool_stays_when_its_client_leaves_while_a_node_is_pending(no_events: None) -> None:

@@ -508,9 +508,11 @@ class PodAllocation(SharedAllocation[PodMachine]):
         elif self.provider.job is not None and self._has_served:
             await self.shrink(gone)
         elif self._has_served or self._is_own:
+            # First: what is ordered meanwhile is for the next Job.
+            self._nodes.clear()
             await asyncio.to_thread(jobs.remove, self.access, self.job)
             self._started_at, self._applied = None, []
-            self._nodes.clear()
+            self._pods.clear()
 
     async def close(self) -> None:
         """End the watch and the lease."""
@@ -616,7 +618,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
             except Exception as problem:
                 failures += 1
                 if isinstance(problem, ApiError) and problem.status in (401, 403):
-                    self._soon(self.refuse, self.waiting, problem)
+                    self._soon(lambda why=problem: self.refuse(self.waiting, why))
                 time.sleep(min(2.0**failures / 4, 30.0))
 
     def _events(self) -> Iterator[tuple[str, Object]]:
@@ -647,7 +649,8 @@ class PodAllocation(SharedAllocation[PodMachine]):
         """Give pods to nodes that have none, and tell those whose pod runs or has failed."""
         for node in self.waiting:
             found = self._nodes[node]
-            if found.has_failed:
+            # The pods of a Job that is being removed are for nobody.
+            if found.has_failed or not self.wanted[node].asked:
                 continue
             pod = self._pods.get(found.name)
             if pod is not None and pod["metadata"].get("deletionTimestamp"):
