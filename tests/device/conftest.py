@@ -30,6 +30,14 @@ def compute(sharing) -> Iterator[sky.Compute]:
 
 
 @pytest.fixture(scope="session")
+def two_executors(sharing) -> Iterator[sky.Compute]:
+    """A pool of one node for the whole session: its executors take seconds to import torch."""
+    options = sky.Options(console=False)
+    with sharing(sky.Compute(worker=sky.Worker(concurrency=2), options=options)) as compute:
+        yield compute
+
+
+@pytest.fixture(scope="session")
 def device(compute: sky.Compute) -> torch.device:
     """A CPU of the first node, as a sky device."""
     return compute.device("cpu")

@@ -54,13 +54,11 @@ def add_after(x: torch.Tensor, flag: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def alone(sharing) -> Iterator[tuple[sky.Compute, torch.device, psutil.Process]]:
+def alone(two_executors: sky.Compute) -> tuple[sky.Compute, torch.device, psutil.Process]:
     """A pool of one node with two executors, its device, and that one's process."""
-    options = sky.Options(console=False)
-    with sharing(sky.Compute(worker=sky.Worker(concurrency=2), options=options)) as compute:
-        device = compute.device("cpu")
-        (process,) = device_processes(compute)
-        yield compute, device, process
+    device = two_executors.device("cpu")
+    *_, process = device_processes(two_executors)  # Others opened its GPU before.
+    return two_executors, device, process
 
 
 def fetched(device: torch.device) -> int:

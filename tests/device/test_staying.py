@@ -26,11 +26,9 @@ LARGE = 8 << 20
 
 
 @pytest.fixture(scope="module")
-def alone(sharing) -> Iterator[tuple[sky.Compute, torch.device]]:
+def alone(two_executors: sky.Compute) -> tuple[sky.Compute, torch.device]:
     """A pool of one node with two executors, and its device."""
-    options = sky.Options(console=False)
-    with sharing(sky.Compute(worker=sky.Worker(concurrency=2), options=options)) as compute:
-        yield compute, compute.device()
+    return two_executors, two_executors.device()
 
 
 @pytest.fixture
