@@ -132,6 +132,34 @@ def test_a_slow_order_is_waited_for_and_one_that_does_not_come_is_not() -> None:
     assert play(scenario).asked == [[0, 2]]
 
 
+@pytest.mark.parametrize("turns", range(4))
+def test_a_node_that_is_expected_while_others_are_gathered_is_waited_for(turns: int) -> None:
+    async def scenario(engine: Engine) -> None:
+        first = asyncio.create_task(engine.get(order(0)))
+        for _ in range(turns):
+            if not engine.asked:
+                await asyncio.sleep(0)
+        if not engine.asked:
+            engine.expect([1])
+            await asyncio.sleep(0.01)
+            assert engine.asked == []
+        await asyncio.gather(first, engine.get(order(1)))
+
+    play(scenario)
+
+
+def test_what_was_asked_for_in_vain_is_asked_for_again_and_no_more() -> None:
+    async def scenario(engine: Engine) -> None:
+        tasks = together(engine, 0, 1)
+        await tasks[0]
+        engine.ask_again()
+        await turn(lambda: len(engine.asked) > 1)
+        engine.come(1)
+        await tasks[1]
+
+    assert play(scenario, Engine(at_once=[0])).asked == [[0, 1], [1]]
+
+
 def test_machines_come_in_any_order_and_twice() -> None:
     async def scenario(engine: Engine) -> None:
         tasks = together(engine, 0, 1)
@@ -174,14 +202,17 @@ def test_a_node_that_is_refused_leaves_the_others_their_machines() -> None:
 
 def test_nodes_that_wait_too_long_are_given_up_together() -> None:
     async def scenario(engine: Engine) -> None:
-        engine.timeout = 0.02
-        told = await asyncio.gather(*together(engine, 0, 1, 2), return_exceptions=True)
-        assert str(told[2]) == "node 2: no machine came within 0 s"
+        engine.timeout = 0.05
+        engine.answers.clear()
+        tasks = together(engine, 0, 1, 2)
+        await turn(lambda: engine.asked and not engine.wanted)
         # They come after they were given up.
-        engine.come(0)
+        engine.answers.set()
+        told = await asyncio.gather(*tasks, return_exceptions=True)
+        assert str(told[2]) == "node 2: no machine came within 0 s"
         assert not engine.wanted
 
-    assert play(scenario, Engine(at_once=())).done == ["removed"]
+    assert play(scenario).done == ["removed"]
 
 
 def test_what_cannot_be_removed_is_noted_on_the_problem() -> None:
@@ -232,6 +263,7 @@ def test_a_request_can_tell_for_which_nodes_nobody_waits_any_more() -> None:
         tasks[0].cancel()
         await turn(lambda: engine.wanted[0].is_given_up)
         assert not engine.wanted[1].is_given_up
+        assert not engine.done  # Whether there is a machine is not known yet.
         engine.answers.set()
         await asyncio.wait(tasks)
         assert tasks[0].cancelled()
@@ -240,13 +272,63 @@ def test_a_request_can_tell_for_which_nodes_nobody_waits_any_more() -> None:
     assert play(scenario).done == ["nobody waits for 0"]
 
 
+def test_an_order_that_is_cancelled_and_then_refused_leaves_nothing() -> None:
+    async def scenario(engine: Engine) -> None:
+        engine.answers.clear()
+        (task,) = together(engine, 0)
+        await turn(lambda: engine.asked)
+        task.cancel()
+        await turn(lambda: engine.wanted[0].is_given_up)
+        engine.problem = PoolStartError("the queue is closed")
+        engine.answers.set()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert not engine.wanted
+
+    assert play(scenario).done == ["removed"]
+
+
 def test_nodes_that_are_given_back_together_are_one_change() -> None:
     async def scenario(engine: Engine) -> None:
-        await asyncio.gather(*together(engine, 0, 1, 2))
+        await asyncio.gather(*together(engine, 0, 1, 2, 3))
         await asyncio.gather(engine.release(2), engine.release(1))
+        await engine.release(3)
         await asyncio.gather(engine.release(0), engine.release(0))
 
-    assert play(scenario).done == ["without 1, 2", "removed"]
+    assert play(scenario).done == ["without 1, 2", "without 3", "removed"]
+
+
+def test_nodes_are_given_back_after_a_request_and_not_during_it() -> None:
+    async def scenario(engine: Engine) -> None:
+        await engine.get(order(0))
+        engine.answers.clear()
+        (task,) = together(engine, 1)
+        await turn(lambda: len(engine.asked) > 1)
+        release = asyncio.create_task(engine.release(0))
+        await asyncio.sleep(0.01)
+        assert engine.done == []
+        engine.answers.set()
+        await asyncio.gather(task, release)
+
+    assert play(scenario).done == ["without 0"]
+
+
+def test_a_node_that_is_given_back_and_ordered_again_at_once_is_not_given_back() -> None:
+    async def scenario(engine: Engine) -> None:
+        await asyncio.gather(*together(engine, 0, 1))
+        engine.answers.clear()
+        (another,) = together(engine, 2)
+        await turn(lambda: len(engine.asked) > 1)
+        release = asyncio.create_task(engine.release(0))
+        await turn(lambda: 0 not in engine.wanted)
+        again = asyncio.create_task(engine.get(order(0)))
+        await turn(lambda: 0 in engine.wanted)
+        engine.answers.set()
+        await asyncio.gather(another, release, again)
+
+    engine = play(scenario)
+    assert engine.asked == [[0, 1], [2], [0]]
+    assert engine.done == []
 
 
 def test_the_place_of_a_lost_machine_is_kept_for_its_node() -> None:
@@ -258,6 +340,20 @@ def test_the_place_of_a_lost_machine_is_kept_for_its_node() -> None:
         assert engine.done == []
 
     play(scenario)
+
+
+def test_the_place_of_a_lost_machine_outlives_the_nodes_that_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared, "REORDER_SECONDS", 600.0)
+
+    async def scenario(engine: Engine) -> None:
+        await asyncio.gather(*together(engine, 0, 1))
+        await engine.release(1, lost=True)
+        await engine.release(0)
+        await engine.get(order(1))
+
+    assert play(scenario).done == ["without 0"]
 
 
 @pytest.mark.parametrize("ends_early", [False, True])
