@@ -114,6 +114,26 @@ def test_a_placement_group_is_removed_without_the_journal(aws: Gateway) -> None:
     assert aws.leftovers() == []
 
 
+def test_an_instance_that_aws_still_calls_pending_is_looked_at_again_after_a_pause(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def still_pending(*_: object) -> None:
+        done.append("looked")
+        raise RequestError("it is pending", "Waiter")
+
+    pending = {"InstanceId": "i-0abc", "State": {"Name": "pending"}}
+    answers = [[pending], [pending], []]
+    account = shared_account(None, None)
+    monkeypatch.setattr(account, "wait_for_end", still_pending)
+    monkeypatch.setattr(account, "call", lambda *_, **__: {"KeyPairs": [], "PlacementGroups": []})
+    monkeypatch.setattr(site, "described", lambda *_: answers.pop(0))
+    monkeypatch.setattr(site.time, "sleep", lambda _: done.append("paused"))
+    site.sweep(account, "p")
+    assert done == ["looked", "paused"] * 2
+
+
 def test_an_instance_that_ends_for_want_of_capacity_is_bought_elsewhere(
     aws: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,14 +173,11 @@ class AWSAllocation(SharedAllocation[AWSMachine]):
             self.refuse(set(nodes) - made.keys(), problem)
         for wanted in asked:
             node = wanted.order.node
-            if node not in made:
-                continue
-            if self.wanted.get(node) is wanted:
-                self._booting[node] = made[node]
-                made[node].boot = self._begin(self._boot(wanted.order, made[node]))
-            else:
-                # The node was ordered again meanwhile.
-                await self._instances.terminate(made[node].id)
+            if node in made and self.wanted.get(node) is wanted:
+                bought = self._booting[node] = made.pop(node)
+                bought.boot = self._begin(self._boot(wanted.order, bought))
+        # These nodes were ordered again meanwhile.
+        await asyncio.gather(*(self._instances.terminate(each.id) for each in made.values()))
 
     async def _boot(self, order: Order, bought: Bought) -> None:
         try:

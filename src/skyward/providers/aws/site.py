@@ -12,16 +12,15 @@ import socket
 import time
 import urllib.parse
 import urllib.request
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from skyward.errors import ConfigurationError, PoolError, PoolStartError, SkywardError
-from skyward.providers import Order, Remains
+from skyward.providers import Order, Remains, gathered
 from skyward.providers.aws import tags
-from skyward.providers.aws.account import Account, RequestError
+from skyward.providers.aws.account import END_PAUSE_SECONDS, Account, RequestError
 from skyward.providers.aws.catalogue import STRATEGIES
 from skyward.providers.aws.instances import ENDED, described, state_of
 from skyward.providers.aws.settings import Settings
@@ -457,9 +456,11 @@ def sweep(account: Account, pool: str, *, grouped: bool = False) -> None:
                 f"AWS: instances of the pool {pool} have not ended after {END_SECONDS:.0f} s, and "
                 "their security group stays until they have; it costs nothing"
             )
-        # One that AWS still calls pending, or has forgotten, ends the wait: then look again.
-        with contextlib.suppress(RequestError):
+        try:
             account.wait_for_end([each["InstanceId"] for each in left], END_SECONDS)
+        except RequestError:
+            # One that AWS still calls pending, or has forgotten, ends the wait: then look again.
+            time.sleep(END_PAUSE_SECONDS)
     for group in security_groups(account, pool):
         account.call("ec2", "delete_security_group", fine=_GONE, GroupId=group)
     try:
@@ -476,14 +477,12 @@ def sweep(account: Account, pool: str, *, grouped: bool = False) -> None:
 def remains(account: Account) -> list[Remains]:
     """What there is in a region of any pool."""
     marked = tags.of_any_pool()
-    found: dict[str, list[str]] = defaultdict(list)
-    told: dict[str, dict[str, str]] = defaultdict(dict)
+    found: list[Remains] = []
 
     def note(resource: Mapping[str, Any], what: str) -> None:
         each = tags.tags_of(resource)
-        if tags.is_pool(pool := each.get(tags.POOL, "")):
-            found[pool].append(what)
-            told[pool] |= each
+        if tags.is_pool(each.get(tags.POOL, "")):
+            found.append(Remains.labelled(each, tags.PREFIX, what))
 
     for each in described(account, marked):
         if state_of(each) not in ENDED:
@@ -497,16 +496,7 @@ def remains(account: Account) -> list[Remains]:
             note(each, f"placement group {each['GroupName']}")
     except SkywardError as problem:
         _log.warning("placement groups are left out: %s", problem)
-    return [
-        Remains(
-            pool=pool,
-            name=told[pool].get(tags.NAME, ""),
-            owner=told[pool].get(tags.OWNER, ""),
-            pid=_number(told[pool].get(tags.PID, "")),
-            resources=tuple(sorted(resources)),
-        )
-        for pool, resources in found.items()
-    ]
+    return gathered(found)
 
 
 def _key_pairs(account: Account, which: dict[str, Any]) -> list[dict[str, Any]]:
@@ -517,9 +507,3 @@ def _key_pairs(account: Account, which: dict[str, Any]) -> list[dict[str, Any]]:
 def _placement_groups(account: Account, which: dict[str, Any]) -> list[dict[str, Any]]:
     found = account.call("ec2", "describe_placement_groups", attempts=2, Filters=[which])
     return [each for each in found["PlacementGroups"] if each.get("State") == "available"]
-
-
-def _number(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        return int(text)
-    return 0

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyward.providers import Order, owner
+from skyward.providers import Order, signature
 
-POOL = "skyward:pool"
-NAME = "skyward:name"
-OWNER = "skyward:owner"
-PID = "skyward:pid"
-NODES = "skyward:nodes"
+PREFIX = "skyward:"
+POOL = f"{PREFIX}pool"
+NODES = f"{PREFIX}nodes"
 """The nodes of instances that were launched together, in the order of their launch index."""
-
-USER = "skyward:user"
+USER = f"{PREFIX}user"
 """The user to log in as."""
 
 
@@ -37,10 +33,7 @@ def specification(kind: str, order: Order, **more: str) -> dict[str, Any]:
     """The tags of a new resource, in the form that requests take."""
     tags = {
         "Name": f"skyward {order.name or order.pool}"[:256],
-        POOL: order.pool,
-        NAME: order.name[:256],
-        OWNER: owner()[:256],
-        PID: str(os.getpid()),
+        **signature(PREFIX, order.pool, order.name[:256]),
         **more,
     }
     return {
