@@ -200,7 +200,9 @@ def _lose(namespace: kube.Namespace, journal: Journal, pod: str, way: str) -> No
     else:
         provider = namespace.provider()
         (machine,) = asyncio.run(provider.allocate(journal.pools()[0].id).find())
-        asyncio.run(machine.run(["sh", "-c", "kill 1"]))
+        # The pod may be gone before the command has said how it ended.
+        with contextlib.suppress(sky.UnreachableError):
+            asyncio.run(machine.run(["sh", "-c", "kill 1"]))
 
 
 def _runs(pod: Any) -> bool:
