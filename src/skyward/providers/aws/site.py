@@ -496,7 +496,7 @@ def remains(account: Account) -> list[Remains]:
             note(each, f"placement group {each['GroupName']}")
     except SkywardError as problem:
         _log.warning("placement groups are left out: %s", problem)
-    return gathered(found)
+    return gathered(sorted(found, key=lambda each: each.resources))
 
 
 def _key_pairs(account: Account, which: dict[str, Any]) -> list[dict[str, Any]]:
