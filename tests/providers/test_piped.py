@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import skyward as sky
+from skyward.providers.container.machine import ContainerMachine
 from skyward.providers.piped import Kept, Piped, program
 
 
@@ -170,3 +171,20 @@ def test_a_keeper_ends_with_its_owner_and_takes_all_that_it_started_with_it(
         machine.close()
     assert not sleeping.is_running()
     assert not machine.folder.exists()
+
+
+def test_a_relay_in_a_container_that_takes_nothing_leaves_no_socket_open() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+
+    class Ended(ContainerMachine):
+        python = None
+
+        def __init__(self) -> None: ...
+
+        async def pipe(self, command: Sequence[str]) -> socket.socket:
+            return ours
+
+    with pytest.raises(BrokenPipeError):
+        asyncio.run(Ended().dial("unix:/nowhere"))
+    assert ours.fileno() == -1

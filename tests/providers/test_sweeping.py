@@ -24,7 +24,7 @@ from skyward.cli.main import sky as command
 from skyward.nodes import cleaning, keeping
 from skyward.nodes.journal import Journal
 from skyward.providers import Order, owner
-from skyward.testing import Shop, plain_request
+from skyward.testing import Shop, ShopAllocation, plain_request
 
 QUIET = sky.Options(console=False)
 
@@ -87,6 +87,20 @@ class TestPools:
 
         assert "no machine was left" in sky_command("down", "p", "--yes").output
         assert (rules(shop), state.pools()) == ([], [])
+
+    def test_a_provider_that_fails_at_the_very_end_leaves_neither_threads_nor_a_record(
+        self, shop: Shop, state: Journal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def fail(self: ShopAllocation) -> None:
+            raise OSError("its connection is gone")
+
+        monkeypatch.setattr(ShopAllocation, "close", fail)
+        compute = sky.Compute(shop, options=QUIET).start()
+        loop = compute._open_fleet.loop
+        with pytest.raises(OSError, match="its connection is gone"):
+            compute.close()
+        assert not loop._thread.is_alive()
+        assert state.pools() == []
 
     def test_a_client_killed_before_its_first_machine_is_swept_up_after(
         self, shop: Shop, state: Journal

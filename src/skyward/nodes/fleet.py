@@ -788,8 +788,10 @@ class Fleet:
             # Now: nobody else brings folders back to this machine.
             self._bring_back(last=False)
         self.dispatcher.close(LEFT)
-        self._leave_nodes(seconds)
-        self._end_threads()
+        try:
+            self._leave_nodes(seconds)
+        finally:
+            self._end_threads()
 
     def _close(self, seconds: float) -> None:
         try:
@@ -799,8 +801,10 @@ class Fleet:
             # Also when the user interrupts that: machines that are left would cost.
             self._state.close()
             self.dispatcher.close(self._expired, self._expired)
-            self._end_nodes(seconds)
-            self._end_threads()
+            try:
+                self._end_nodes(seconds)
+            finally:
+                self._end_threads()
 
     def _end_threads(self) -> None:
         self.loop.stop()
@@ -857,9 +861,11 @@ class Fleet:
         if not spare:
             self.keeper.forget()
         swept = not spare and (not self._opened or self._swept())
-        reaching.end(self.allocation)
-        if swept:
-            self._journal.close_pool(self.id)
+        try:
+            reaching.end(self.allocation)
+        finally:
+            if swept:
+                self._journal.close_pool(self.id)
 
     def _swept(self) -> bool:
         """Have the provider remove what the pool has besides machines, when the last is gone.

@@ -67,7 +67,11 @@ class ContainerMachine(Piped, Machine):
         """Connect through a process in the container that copies its streams to the socket."""
         command, text = relay_command(self.python, endpoint)
         end = await self.pipe(command)
-        await asyncio.to_thread(end.sendall, text)
+        try:
+            await asyncio.to_thread(end.sendall, text)
+        except BaseException:
+            end.close()
+            raise
         return end
 
     def _pipe(self, command: Sequence[str]) -> socket.socket:
