@@ -21,7 +21,6 @@ WARNING_SECONDS = 120
 """How long before the end of the time limit the warning comes; Slurm may send it 60 s earlier."""
 SIGNAL = f"--signal=B:USR1@{WARNING_SECONDS}"
 """To the script alone: a signal to the steps would end the user's processes."""
-NO_PYTHON = 78
 # The system's own first: what comes first on the path may be a script that looks for a Python.
 _START = """\
 for python in /usr/bin/python3 python3 /usr/libexec/platform-python python3.13 python3.12 \\
