@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import select
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +20,7 @@ import pytest
 
 import skyward as sky
 from skyward.providers.container.machine import ContainerMachine
-from skyward.providers.piped import Kept, Piped, program
+from skyward.providers.piped import Kept, Piped, program, relay_command
 
 
 class Here(Piped):
@@ -65,6 +69,34 @@ def test_the_status_is_that_of_the_command(machine: Here) -> None:
 def test_input_and_output_may_hold_the_mark_of_a_line(machine: Here) -> None:
     data = b"\1" * 99 + b"\n\1x 1\n" * 9 + b"\1"
     assert ran(machine, "cat", input=data) == (0, data)
+
+
+class InPieces(Piped):
+    """A machine that says what the test says, in pieces of one size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.said = b""
+
+    async def pipe(self, command: Sequence[str]) -> socket.socket:
+        # Of such a socket, one piece is read at a time.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mark = b"\1" + command[3].encode()
+        self.said = b"\1" + mark + b" 7" + mark[:9] + b"\n" + mark[:-1] + b" 7\n"
+        whole = mark + b" 42\n" + self.said + mark + b" 3\n"
+        with theirs:
+            for at in range(0, len(whole), self.size):
+                theirs.send(whole[at : at + self.size])
+        return ours
+
+    async def why_lost(self) -> str:
+        return "its last line was not seen"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 36, 1 << 10])
+def test_output_is_whole_however_it_comes_in_pieces(size: int) -> None:
+    machine = InPieces(size)
+    assert ran(machine, "anything") == (3, machine.said)
 
 
 def test_a_command_need_not_read_its_input(machine: Here) -> None:
@@ -121,20 +153,27 @@ def _ended(pid: int) -> bool:
 
 
 class BelowKeeper(Kept):
-    """This machine, through a keeper that ends when the pipe to it is closed."""
+    """This machine, through a keeper that ends with its owner: an actor, or a job of Slurm's."""
 
-    def __init__(self, name: str) -> None:
-        config = {"name": name, "pool": "p", "node": 0, "end": 0, "dropped": ["SECRET_"]}
-        code = f"{program('keeper')}\nkeep_for_actor(json.loads(sys.argv[1]))"
-        code = code.replace('if __name__ == "__main__":', "if False:")
-        self.owner = subprocess.Popen(
+    def __init__(self, owner: str) -> None:
+        self.owner, name = owner, uuid.uuid4().hex[:8]
+        config = {"pool": "p", "node": 0, "nodes": [0], "end": 0, "dropped": ["SLURM_"]}
+        config["name"] = f"sky.test.{name}"
+        code = program("keeper")
+        if owner == "actor":
+            code += "\nkeep_for_actor(json.loads(sys.argv[1]))"
+            code = code.replace('if __name__ == "__main__":', "if False:")
+        self.started = subprocess.Popen(
             [sys.executable, "-I", "-c", code, json.dumps(config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, "SLURM_JOB_ID": name, "SLURMD_NODENAME": "n", "SLURM_PROCID": "0"},
         )
-        assert self.owner.stdout is not None
-        self.folder = Path(self.owner.stdout.readline().decode().strip())
-        self.owner.wait(30)
+        self.folder = Path(f"/tmp/sky.slurm.{name}.n")
+        if owner == "actor":
+            assert self.started.stdout is not None
+            self.folder = Path(self.started.stdout.readline().decode().strip())
+            self.started.wait(30)
 
     async def dial(self, endpoint: str) -> socket.socket:
         assert endpoint == "keeper"
@@ -146,31 +185,40 @@ class BelowKeeper(Kept):
         return "its keeper has ended"
 
     def close(self) -> None:
-        """End the owner's pipe, and wait for the keeper."""
-        assert self.owner.stdin is not None
-        assert self.owner.stdout is not None
-        self.owner.stdin.close()
-        with self.owner.stdout as told:
-            told.read()
+        """End the owner's pipe, or signal what Slurm signals, and wait for the keeper."""
+        assert self.started.stdin is not None
+        assert self.started.stdout is not None
+        if self.owner == "job":
+            self.started.terminate()
+        self.started.stdin.close()
+        with self.started.stdout as held:
+            assert select.select([held], [], [], 60)[0], "the keeper has outlived its owner"
+        self.started.wait(30)
 
 
+@pytest.mark.parametrize("owner", ["actor", "job"])
 def test_a_keeper_ends_with_its_owner_and_takes_all_that_it_started_with_it(
-    monkeypatch: pytest.MonkeyPatch,
+    owner: str, eventually: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv("SECRET_TOKEN", "x")
-    machine = BelowKeeper(f"sky.test.{uuid.uuid4().hex[:8]}")
+    machine = BelowKeeper(owner)
     try:
-        # It leaves its group and its parent, and forgets what it is below.
-        stays = "setsid env -i sleep 1000 </dev/null >/dev/null 2>&1 & echo $!"
+        eventually((machine.folder / "s").exists, 30, "the keeper")
+        # It leaves its group and its parent, and forgets what it is below. When the number is
+        # there, it has: until then, it ends with its command.
+        begun = "echo $$; exec env -i sleep 1000 </dev/null >/dev/null 2>&1"
+        stays = f"pid=$(setsid sh -c '{begun}' &); echo $pid"
         status, said = ran(machine, "sh", "-c", stays)
         assert status == 0
-        told = ran(machine, "printenv", "SKYWARD_KEEPER", "SECRET_TOKEN")
+        told = ran(machine, "printenv", "SKYWARD_KEEPER", "SLURM_PROCID")
         assert told == (1, f"{machine.folder}\n".encode())
         sleeping = psutil.Process(int(said))
     finally:
         machine.close()
     assert not sleeping.is_running()
     assert not machine.folder.exists()
+
+
+# Through a relay.
 
 
 def test_a_relay_in_a_container_that_takes_nothing_leaves_no_socket_open() -> None:
@@ -188,3 +236,47 @@ def test_a_relay_in_a_container_that_takes_nothing_leaves_no_socket_open() -> No
     with pytest.raises(BrokenPipeError):
         asyncio.run(Ended().dial("unix:/nowhere"))
     assert ours.fileno() == -1
+
+
+def relayed(data: bytes, *, framed: bool) -> tuple[bytes, bytes]:
+    """What a process that listens gets through a relay, and what comes back when that has ended."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    endpoint = f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+    command, text = relay_command(sys.executable, endpoint, *(["framed"] if framed else []))
+    relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    got = bytearray()
+
+    def answer() -> None:
+        with listener, listener.accept()[0] as end:
+            while piece := end.recv(1 << 20):
+                got.extend(piece)
+            end.sendall(got[::-1])
+
+    answering = threading.Thread(target=answer, daemon=True)
+    answering.start()
+    sent = struct.pack(">I", len(data)) + data + struct.pack(">I", 0) if framed else data
+    with relay:
+        try:
+            back, _ = relay.communicate(text + sent, timeout=30)
+        finally:
+            relay.kill()
+    answering.join(30)
+    return bytes(got), back
+
+
+def unframed(data: bytes) -> bytes:
+    """The pieces up to the empty one, which must be the last."""
+    whole, at = b"", 0
+    while size := struct.unpack_from(">I", data, at)[0]:
+        whole += data[at + 4 : at + 4 + size]
+        at += 4 + size
+    assert at + 4 == len(data)
+    return whole
+
+
+@pytest.mark.parametrize("framed", [False, True])
+def test_a_relay_passes_every_byte_on_and_the_end_of_each_direction(framed: bool) -> None:
+    data = os.urandom(1 << 20)
+    got, back = relayed(data, framed=framed)
+    assert got == data
+    assert (unframed(back) if framed else back) == data[::-1]
