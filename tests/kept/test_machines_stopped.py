@@ -12,7 +12,7 @@ import pytest
 
 import skyward as sky
 from skyward.closing import Closing
-from skyward.compute import restarting
+from skyward.compute import attaching
 from skyward.nodes import keeping, occupancy, reaching
 from skyward.nodes.journal import NoJournal
 from skyward.nodes.keeping import KeptNode, KeptPool
@@ -75,7 +75,7 @@ def record(home: Path) -> KeptPool:
 
 def use(monkeypatch: pytest.MonkeyPatch, *machines: Stopped) -> Cloud:
     cloud: Any = Cloud(*machines)
-    for module in (reaching, restarting, occupancy):
+    for module in (reaching, attaching, occupancy):
         monkeypatch.setattr(module, "provider_of", lambda record: cloud)
     return cast(Cloud, cloud)
 
@@ -177,9 +177,9 @@ def test_it_is_started_as_a_pool_that_was_stopped(
         begun.append(record)
         raise sky.PoolError("enough")
 
-    monkeypatch.setattr(restarting.Compute, "_again", again)
+    monkeypatch.setattr(attaching.Compute, "_again", again)
     with pytest.raises(sky.PoolError, match="enough"):
-        restarting.start_pool("cloud")
+        attaching.start_pool("cloud")
     assert begun == [keeping.read("cloud")]
     assert (begun[0].stopped, begun[0].count, begun[0].nodes) == (True, 2, [])
     keeping.forget("cloud")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.compute import restarting
+from skyward.closing import Closing
+from skyward.compute import attaching
 from skyward.nodes.cleaning import Cleaned, halt
 from skyward.providers import Allocation, Capabilities
 
@@ -50,15 +51,15 @@ def start(monkeypatch: pytest.MonkeyPatch, journalled: object) -> sky.PoolError:
         return Failing()
 
     cleaned = Cleaned("p1", "train", (), ("m1: the provider refused",))
-    monkeypatch.setattr(restarting.keeping, "read", lambda name: RECORD)
-    monkeypatch.setattr(restarting.keeping, "names", lambda: ["train"])
-    monkeypatch.setattr(restarting, "provider_of", lambda record: Shop())
-    monkeypatch.setattr(restarting.Compute, "_again", again)
-    monkeypatch.setattr(restarting, "Journal", lambda: None)
-    monkeypatch.setattr(restarting, "recorded_pools", lambda journal: journalled)
-    monkeypatch.setattr(restarting, "halt", lambda *_: cleaned)
+    monkeypatch.setattr(attaching.keeping, "read", lambda name: RECORD)
+    monkeypatch.setattr(attaching.keeping, "names", lambda: ["train"])
+    monkeypatch.setattr(attaching, "provider_of", lambda record: Shop())
+    monkeypatch.setattr(attaching.Compute, "_again", again)
+    monkeypatch.setattr(attaching, "Journal", lambda: None)
+    monkeypatch.setattr(attaching, "recorded_pools", lambda journal: journalled)
+    monkeypatch.setattr(attaching, "halt", lambda *_: cleaned)
     with pytest.raises(sky.PoolError, match="no machine came up") as caught:
-        restarting.start_pool("train")
+        attaching.start_pool("train")
     return caught.value
 
 
@@ -76,10 +77,10 @@ def test_a_start_that_fails_says_why_without_a_journal(monkeypatch: pytest.Monke
 
 def test_a_provider_that_does_not_stop_a_pool_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     running = SimpleNamespace(**{**vars(RECORD), "stopped": False})
-    monkeypatch.setattr(restarting.keeping, "read", lambda name: running)
-    monkeypatch.setattr(restarting, "provider_of", lambda record: Shop())
+    monkeypatch.setattr(attaching.keeping, "read", lambda name: running)
+    monkeypatch.setattr(attaching, "provider_of", lambda record: Shop())
     with pytest.raises(sky.PoolError) as caught:
-        restarting.stop_pool("train", force=False)
+        attaching.stop_pool("train", force=False)
     assert str(caught.value) == (
         "train: the shop is closed; `sky down train` ends it, `sky up train` makes it anew"
     )
@@ -97,3 +98,26 @@ def test_a_pool_is_recorded_as_stopped_if_its_price_is_unknown() -> None:
     assert halt(journal, pool, provider) == Cleaned("p1", "train", ("m1",), ())
     assert provider.stopped == ["p1"]
     assert told == [("gone", "p1", 0), ("intend", "p1", 0), ("made", "p1", 0, "m1", "a", None)]
+
+
+def test_what_has_found_the_machines_of_a_pool_that_cannot_be_read_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reached(Closing):
+        record, given_out, closed = RECORD, False, False
+
+        def adoption(self) -> None:
+            self.given_out = True
+
+        def close(self) -> None:
+            self.closed = True
+
+    def again(record: object) -> None:
+        raise sky.PoolError("a plugin of it is not there")
+
+    reached = Reached()
+    monkeypatch.setattr(attaching, "reach", lambda name, forget: reached)
+    monkeypatch.setattr(attaching.Compute, "_again", again)
+    with pytest.raises(sky.PoolError, match="a plugin of it is not there"):
+        sky.attach("train")
+    assert (reached.given_out, reached.closed) == (False, True)

@@ -55,7 +55,7 @@ from skyward.nodes.fleet import Fleet
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.node import NodeView
 from skyward.nodes.occupancy import check_jobs
-from skyward.nodes.reaching import Adoption, provider_of
+from skyward.nodes.reaching import Adoption, ReachedPool, provider_of
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks
 from skyward.nodes.usage import NodeUsage
@@ -331,11 +331,12 @@ class Compute:
         return compute
 
     @classmethod
-    def _attach(cls, adoption: Adoption, on_event: OnEvent | None) -> Self:
+    def _attach(cls, reached: ReachedPool, on_event: OnEvent | None) -> Self:
         """A `Compute` that is connected to a pool that stays."""
-        compute = cls._again(adoption.record)
+        compute = cls._again(reached.record)
         compute._on_event = on_event
-        compute._start(compute._spec, adoption)
+        # Last: from here on, the pool's fleet ends what has found the machines.
+        compute._start(compute._spec, reached.adoption())
         compute._attached = True
         return compute
 

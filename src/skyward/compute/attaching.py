@@ -39,7 +39,7 @@ def attach(name: str | None = None, *, on_event: OnEvent | None = None) -> Compu
     check_callback(on_event)
     try:
         with reach(_named(name), forget=True) as reached:
-            return Compute._attach(reached.adoption(), on_event)
+            return Compute._attach(reached, on_event)
     except PoolError as problem:
         raise shown_from_outside(problem) from problem.__cause__
 
