@@ -163,6 +163,7 @@ class ProviderSuite:
             "collects": "remains",
             "stops": "stop",
             "holds_keys": "export_keys",
+            "here": "machine_at",
         }
         for stated, method in methods.items():
             assert getattr(provider.capabilities, stated) == hasattr(provider, method), method

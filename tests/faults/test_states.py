@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -244,3 +245,45 @@ def test_a_lost_node_that_is_out_of_reach_buys_no_more_than_three_machines(clock
         assert (node.await_return() is None) == (attempt == BOUGHT_IN_VAIN)
     assert node.fail(OSError("no route"), retry=True)
     assert not node.is_expected
+
+
+def test_a_node_is_started_again_when_its_lost_machine_is_gone(clock: Clock) -> None:
+    removal: Future[None] = Future()
+    made: list[object] = []
+
+    class Lingering(StillHost):
+        def stop(self, seconds: float) -> Future[None]:
+            return removal
+
+    class Started(Node):
+        async def _finds_agent(self, host: object) -> bool:
+            return False
+
+        async def _make_agent(self, host: object) -> None:
+            made.append(host)
+
+    fleet: Any = node_on(Lingering, clock)._fleet
+    fleet.console = SimpleNamespace(phase=lambda index, phase: None)
+    fleet.allocation = SimpleNamespace(expect_no_more=lambda index: None)
+    first: Any = Lingering()
+    node = Started(3, first, fleet, clock)
+
+    async def turns() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        life = asyncio.create_task(node.run())
+        await turns()
+        assert made == [first]
+        lost(node)
+        assert node.start_again()
+        await turns()
+        assert made == [first]
+        removal.set_result(None)
+        await turns()
+        assert made == [first, node.host]
+        life.cancel()
+        await asyncio.wait({life})
+
+    asyncio.run(scenario())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import json
@@ -18,7 +19,7 @@ import skyward as sky
 from skytorch.client.pods import Kubernetes
 from skyward.accelerators import Accelerator
 from skyward.providers import Request
-from skyward.providers.kubernetes import access, manifests, pending, streams
+from skyward.providers.kubernetes import NodePod, PodAllocation, access, manifests, pending, streams
 from skyward.providers.kubernetes.manifests import Pod, claim_of, merged
 
 CONFIG = {
@@ -411,6 +412,49 @@ def test_last_words_are_in_the_status_when_the_log_is_gone() -> None:
     assert ended("Error", unread, lost).endswith("; it said nothing")
     assert ended("Error", "", "") == "pod sky-a-1 ended: exit status 3 (Error); it said nothing"
     assert "(no such shell); it said nothing" in ended("StartError", "no such shell", "")
+
+
+# Nodes that leave.
+
+
+class Notes:
+    """Takes the place of an API server for an allocation with three pods."""
+
+    def __init__(self, provider: sky.Kubernetes) -> None:
+        self.done: list[str] = []
+        self.allocation = PodAllocation(provider, "p")
+        vars(self.allocation).update(
+            _connection=self,
+            _started_at=0.0,
+            _applied=[0, 1, 2],
+            _nodes={node: NodePod(f"pod-{node}") for node in range(3)},
+            _pods={f"pod-{node}": pod_with({"phase": "Running"}) for node in range(3)},
+            others={0, 1, 2},
+        )
+
+    def delete(self, kind: str, name: str, **_: Any) -> None:
+        self.done.append(f"{name} goes")
+        del self.allocation._pods[name]
+
+    def patch(self, kind: str, name: str, change: dict[str, Any]) -> None:
+        nodes = change["metadata"]["annotations"][manifests.NODES]
+        self.done.append(f"{change['spec']['parallelism']} pods, for {nodes}")
+
+    def stop_watching(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_node_that_leaves_takes_its_own_pod_and_its_own_place(kubeconfig: Path) -> None:
+    """Its pod first: of those that are too many, a Job chooses one itself."""
+    notes = Notes(sky.Kubernetes())
+
+    async def scenario() -> None:
+        await notes.allocation.release(1)
+        await notes.allocation.close()
+
+    asyncio.run(scenario())
+    assert notes.done == ["pod-1 goes", "2 pods, for 0,2"]
 
 
 # Streams.
