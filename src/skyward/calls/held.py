@@ -33,6 +33,8 @@ _WAITS: frozenset[CodeType] = frozenset(
 _WAITS_FOR_FUTURE = concurrent.futures.Future.result.__code__
 _IDLE = frozenset(("IPython", "debugpy", "ipykernel", "pydevd", "pytest_timeout", "tqdm", "zmq"))
 """Packages with threads that never run the user's code."""
+_IDLE_LOOPS = ("fsspecIO",)
+"""Threads with an event loop that never runs the user's code, by name: the store starts one."""
 
 
 class HeldWorkers:
@@ -115,8 +117,9 @@ def _somebody_can_read() -> bool:
         for each in threading.enumerate()
         if isinstance(each, threading.Timer) and _package(each.function.__module__) not in _IDLE
     }
+    idle = {each.ident for each in threading.enumerate() if each.name in _IDLE_LOOPS}
     for thread, frame in sys._current_frames().items():
-        if _waits_for_a_call(frame):
+        if thread in idle or _waits_for_a_call(frame):
             continue
         if thread == main or thread in timers:
             return True
