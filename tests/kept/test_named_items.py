@@ -123,10 +123,10 @@ class StreamingTask:
 
 
 def test_a_stream_whose_file_cannot_be_opened_is_closed(tmp_path: Path) -> None:
-    pool = SimpleNamespace(flush_output=lambda task: None)
+    fleet = SimpleNamespace(dispatcher=SimpleNamespace(flush_output=lambda task: None))
     (tmp_path / "stream-0").mkdir()
     task: Any = StreamingTask()
-    NamedRun(pool, "full", tmp_path, str)._settled(0, task, (0, 0))  # type: ignore[arg-type]
+    NamedRun(fleet, "full", tmp_path, str)._settled(0, task, (0, 0))  # type: ignore[arg-type]
     assert task.stream.closed
 
 
