@@ -265,12 +265,16 @@ def test_tasks_on_threads_have_debuggers_of_their_own(monkeypatch: pytest.Monkey
 def test_a_call_in_the_debugger_can_be_cancelled(
     compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made: queue.SimpleQueue[sky.Future[str]] = queue.SimpleQueue()
+
     def cancels(prompt: str = "") -> str:
-        assert future.cancel()
+        # The debugger may ask before the caller has the future.
+        assert made.get().cancel()
         return "p value"
 
     monkeypatch.setattr(builtins, "input", cancels)
     future = stops() > compute
+    made.put(future)
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(60)
     monkeypatch.setattr(builtins, "input", typing("c"))
