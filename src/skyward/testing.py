@@ -61,6 +61,7 @@ from skyward.providers import (
     owner,
 )
 from skyward.spec import Image
+from skyward.wire.connecting import dial_here
 
 PATIENCE = 30.0
 """How many seconds a test waits for a condition before it fails."""
@@ -607,7 +608,8 @@ class Shop:
             replace(each, region=self.region)
             for kind in kinds
             for each in self.stock.offers
-            if each.allocation == kind and (most is None or (each.hourly_cost or most + 1) <= most)
+            if each.allocation == kind
+            and (most is None or (each.hourly_cost is not None and each.hourly_cost <= most))
         ]
 
     def why_none(self, request: Request) -> str:
@@ -630,6 +632,8 @@ class Shop:
         if stock.failures:
             raise stock.failures.pop(0)
         offer = next(iter(self.offers(order.request)), None)
+        if offer is None and stock.offers:
+            raise UnavailableError("the shop has nothing of that kind, or nothing so cheap")
         machine = ShopMachine.made(order, stock)
         machine.offer, machine.notice = offer, stock.notice
         if stock.boot is not None:
@@ -755,17 +759,7 @@ class ShopMachine(Machine):
         """Connect to a socket of this machine."""
         if not await self.alive():
             raise UnreachableError(f"{self.id} is gone")
-        family, _, place = endpoint.partition(":")
-        if family == "tcp":
-            host, _, port = place.rpartition(":")
-            return socket.create_connection((host, int(port)))
-        end = socket.socket(socket.AF_UNIX)
-        try:
-            end.connect(place)
-        except OSError:
-            end.close()
-            raise
-        return end
+        return dial_here(endpoint)
 
     async def alive(self) -> bool:
         """Whether the folder is there, if the shop answers."""

@@ -12,7 +12,7 @@ import pytest
 import skyward as sky
 from skyward import kernel
 from skyward.nodes.journal import Journal
-from skyward.testing import Shop
+from skyward.testing import Shop, an_offer
 from skyward.worker.usage import memory_there
 
 from ..conftest import Eventually
@@ -46,6 +46,15 @@ class TestArguments:
         assert (request.disk_gb, request.ttl, request.idle_timeout) == (200, 600, 77)
         assert order.name == "mine"
         assert compute._spec.provider == shop.in_region("there-2")
+
+    def test_a_shop_sells_nothing_that_the_request_forbids(self, shop: Shop) -> None:
+        shop.stock.offers = [an_offer("dear", 1.0)]
+        for forbids in ({"max_hourly_cost": 0.1}, {"allocation": "spot"}):
+            with pytest.raises(sky.PoolStartError, match="nothing of that kind, or nothing so"):
+                sky.Compute(shop, options=QUIET, **forbids).start()
+        shop.stock.offers.append(an_offer("free", 0.0))
+        with sky.Compute(shop, max_hourly_cost=0.1, options=QUIET) as compute:
+            assert compute.stats().hourly_cost == 0.0
 
     def test_a_provider_can_tell_the_user_something(
         self, shop: Shop, capsys: pytest.CaptureFixture[str]

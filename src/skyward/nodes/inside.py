@@ -16,7 +16,7 @@ from skyward.context import POOL_VARIABLE
 from skyward.errors import PoolStartError
 from skyward.nodes.keeping import KeptNode, KeptPool, encode
 from skyward.providers import Allocation, Capabilities, Machine, Order, Request
-from skyward.wire.connecting import direct
+from skyward.wire.connecting import dial_here, direct
 
 CONNECT_SECONDS = 10.0
 
@@ -103,16 +103,9 @@ class InsideMachine(Machine):
 
     async def dial(self, endpoint: str) -> socket.socket:
         """Connect to a socket of this very host."""
-        family, _, place = endpoint.partition(":")
-        if family != "unix":
-            return await self.forward(endpoint)
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            end.connect(place)
-        except OSError:
-            end.close()
-            raise
-        return end
+        if endpoint.startswith("unix:"):
+            return dial_here(endpoint)
+        return await self.forward(endpoint)
 
     async def alive(self) -> bool:
         """True: nobody here can know better."""

@@ -19,6 +19,7 @@ from skyward.errors import PoolStartError, UnreachableError
 from skyward.providers import Equipment, Machine, Order
 from skyward.providers.local.image import place_includes
 from skyward.spec import Image
+from skyward.wire.connecting import dial_here
 from skyward.worker import detached, lifeline
 
 _LEAVE_SECONDS = 8.0
@@ -124,17 +125,7 @@ class LocalMachine(Machine):
 
     async def dial(self, endpoint: str) -> socket.socket:
         """Connect directly."""
-        family, _, place = endpoint.partition(":")
-        if family == "unix":
-            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                end.connect(place)
-            except OSError:
-                end.close()
-                raise
-            return end
-        host, _, port = place.rpartition(":")
-        return socket.create_connection((host, int(port)))
+        return dial_here(endpoint)
 
     async def alive(self) -> bool:
         """Whether the folder is there."""
