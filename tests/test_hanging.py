@@ -46,7 +46,7 @@ def test_a_timeout_says_where_the_task_was(pool: sky.Compute) -> None:
     assert caught.value.collective == ""
 
 
-@sky.function(timeout=3)
+@sky.function(timeout=5)
 def trains() -> str:
     rank = torch.distributed.get_rank()
     if rank == 1:

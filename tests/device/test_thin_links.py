@@ -341,10 +341,16 @@ def test_bytes_on_the_wire_are_those_of_records_and_tensors_and_of_what_goes_aro
     far: tuple[sky.Compute, torch.device], device: torch.device
 ) -> None:
     _, there = far
-    before, size = sky.device_stats(there), 1 << 20
-    torch.zeros(size, dtype=torch.uint8).to(there)
-    torch.sky.synchronize(there)
-    sent = sky.device_stats(there).bytes_on_wire - before.bytes_on_wire
+    size = 1 << 20
+
+    def bytes_of_an_upload() -> int:
+        before = sky.device_stats(there).bytes_on_wire
+        torch.zeros(size, dtype=torch.uint8).to(there)
+        torch.sky.synchronize(there)
+        return sky.device_stats(there).bytes_on_wire - before
+
+    # The least of several: a machine that stalls for seconds resumes its links, and sends again.
+    sent = min(bytes_of_an_upload() for _ in range(3))
     assert size * (1 + TLS_OVERHEAD / TLS_RECORD) < sent < size * 1.01
     assert sky.device_stats(device).bytes_on_wire == 0
 

@@ -16,8 +16,9 @@ from skyward.calls.task import Task
 from skyward.errors import TaskError, TaskTimeoutError
 from skyward.staff import Staff
 
-LOOK_SECONDS = 3.0
-"""How long a timeout may be late, because agents are asked where the tasks are."""
+LOOK_SECONDS = 10.0
+"""How long a timeout may be late, because agents are asked where the tasks are; on a machine that
+is not too busy to answer, it is some milliseconds."""
 TOGETHER_SECONDS = 0.5
 """Tasks of one broadcast that are due within this time are cancelled together, after the look: one
 that is cancelled makes the others fail in the collective that they wait in."""

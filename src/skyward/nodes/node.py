@@ -134,8 +134,11 @@ It may wait for a processor; there is no second attempt, and with the process it
 """
 MANY = 20
 """For so many executors of a node or more, the console shows how many there are while it starts."""
-REPORT_SECONDS = 2.0
-"""How long the agent's report of an executor's end may take after the end of its connection."""
+REPORT_SECONDS = 15.0
+"""How long the agent's report of an executor's end may take after the end of its connection.
+
+It comes at once, unless the machine is too busy for its agent.
+"""
 LAST_RESULTS_SECONDS = 1.0
 """After so long without another byte from a dead executor, its tasks count as lost."""
 SPARE_SECONDS = 15.0

@@ -17,12 +17,12 @@ from skyward.calls.task import Standing
 from skyward.errors import SkywardError
 from skyward.wire.asking import ServiceConnection
 
-ANSWER_SECONDS = 6.0
-"""How long the client waits for a node; its agent takes two seconds for a process that hangs."""
+ANSWER_SECONDS = 12.0
+"""How long the client waits for a node; its agent takes five seconds for a process that hangs."""
 AT_ONCE = 64
 """How many nodes the client asks at the same time."""
 
-STANDING_SECONDS = 2.8
+STANDING_SECONDS = 9.0
 """How long an agent has to answer; the client cancels the task a moment later in any case."""
 FRAMES = 2
 """How many frames of the user's code an error shows."""

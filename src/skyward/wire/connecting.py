@@ -20,7 +20,11 @@ from skyward.wire.messages import Hello, Welcome
 
 SESSION_UNKNOWN = "unknown session"
 """The listener refuses a connection with these words if it does not know the connection's link."""
-GREETING_SECONDS = 5.0
+GREETING_SECONDS = 30.0
+"""How long a first connection may take: a busy machine answers late, one without the process
+refuses at once."""
+AGAIN_SECONDS = 5.0
+"""How long one of several attempts may take: the next one's packets are not those that got lost."""
 
 Dial = Callable[[str, float], socket.socket]
 """Opens a connection to an endpoint; raises if that takes more than the given seconds."""

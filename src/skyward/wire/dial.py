@@ -13,7 +13,7 @@ import msgspec
 from skyward.errors import SkywardError
 from skyward.wire.channel import Channel
 from skyward.wire.connecting import (
-    GREETING_SECONDS,
+    AGAIN_SECONDS,
     Dial,
     SessionUnknownError,
     connect_one,
@@ -74,7 +74,7 @@ class Dialer:
         self._gone, self._patience = gone, patience
         self._pid = 0
 
-    def open(self, seconds: float = GREETING_SECONDS) -> tuple[Channel, Welcome]:
+    def open(self, seconds: float = AGAIN_SECONDS) -> tuple[Channel, Welcome]:
         """Make the first connection; after a failure, the caller may try again."""
         pair, welcome = self._connect(0, seconds)
         self._pid = welcome.pid
@@ -90,7 +90,7 @@ class Dialer:
         pause, longest = PAUSES
         while not connections.ended:
             try:
-                pair, welcome = self._connect(received, GREETING_SECONDS)
+                pair, welcome = self._connect(received, AGAIN_SECONDS)
             except SessionUnknownError as problem:
                 raise LinkLost("the process there does not know this connection") from problem
             except (OSError, EOFError, SkywardError) as problem:
@@ -136,7 +136,7 @@ class Dialer:
                         hello,
                         self._context,
                         self._name,
-                        GREETING_SECONDS,
+                        AGAIN_SECONDS,
                         self._dial,
                     )
                     pair.add_stripe(number, end, to_send=direction == "send")

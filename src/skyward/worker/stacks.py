@@ -23,7 +23,7 @@ from skyward.worker.task_board import BoardTask, TaskBoard, board_file
 
 PATIENCE = 1.0
 """How long a child has to answer in Python; then the agent sends the signal."""
-DUMP_SECONDS = 1.0
+DUMP_SECONDS = 4.0
 """How long a child has to answer the signal."""
 PAUSE_SECONDS = 0.1
 """After so long without another byte, a dump is over: nothing else marks its end."""
@@ -86,7 +86,7 @@ class StackSource:
                 self.tasks.close()
 
     def look(self, child: ChildProcess) -> Sighting:
-        """Where the child is now; takes two seconds if the child does not answer at all."""
+        """Where the child is now; takes five seconds if the child does not answer at all."""
         with self._lock:
             if not self._open:
                 return _ENDED
