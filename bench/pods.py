@@ -112,7 +112,7 @@ class Running:
 
     def _watch(self) -> None:
         while not self._closed:
-            with contextlib.suppress(sky.PoolError):
+            with contextlib.suppress(sky.errors.PoolError):
                 version = self._access.get("pods")["metadata"]["resourceVersion"]
                 for _, pod in self._access.watch("pods", version):
                     if is_running(pod):

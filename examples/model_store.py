@@ -112,7 +112,7 @@ def main() -> int:
         print("\nInto a model with another layer:")
         try:
             store.load_model("digits", into=Digits(classes=26))
-        except sky.ModelMismatchError as problem:
+        except sky.errors.ModelMismatchError as problem:
             print(problem)
 
     if score < EXPECTED_ACCURACY:

@@ -63,7 +63,7 @@ def test_async_with_opens_and_closes_a_pool():
     async def main():
         async with sky.Compute(options=QUIET) as compute:
             inside = await (add(1) > compute)
-        with pytest.raises(sky.PoolClosedError):
+        with pytest.raises(sky.errors.PoolClosedError):
             add(1) >> compute
         return inside
 
@@ -107,7 +107,7 @@ def test_a_pool_that_cannot_start_raises_from_async_with():
         async with sky.Compute(image=sky.Image(pip=["no-such-package-anywhere"]), options=QUIET):
             pass
 
-    with pytest.raises(sky.ImageError, match="no-such-package-anywhere"):
+    with pytest.raises(sky.errors.ImageError, match="no-such-package-anywhere"):
         asyncio.run(main())
 
 

@@ -118,9 +118,9 @@ def test_calls_of_a_method_go_where_calls_of_functions_go(pool: sky.Compute) -> 
     assert (lazy(1) & lazy(1)) >> pool == ((2, 3), (2, 4))
     assert [x for x, _ in pool.map(model.predict, range(3))] == [0, 2, 4]
     assert sky.gather(*[lazy(x) for x in range(2)]) >> sky == [(0, 8), (2, 9)]
-    with pytest.raises(sky.ConfigurationError, match="runs where its object is, on node"):
+    with pytest.raises(sky.errors.ConfigurationError, match="runs where its object is, on node"):
         lazy(1) @ pool
-    with pytest.raises(sky.ConfigurationError, match="leave `on` out"):
+    with pytest.raises(sky.errors.ConfigurationError, match="leave `on` out"):
         pool.run(lazy(1), on=1)
 
 
@@ -152,7 +152,7 @@ def test_a_group_has_an_object_in_every_worker(pool: sky.Compute) -> None:
         models.fails()
     with models:
         pass
-    with pytest.raises(sky.InstanceLostError, match="was closed"):
+    with pytest.raises(sky.errors.InstanceLostError, match="was closed"):
         models.predict(1)
 
 
@@ -186,9 +186,11 @@ def test_what_is_not_made_yet_says_so() -> None:
         made.predict(1)  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="neither true nor false"):
         bool(made)
-    with pytest.raises(sky.ConfigurationError, match=r"it is not a class; use @sky\.function"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"it is not a class; use @sky\.function"
+    ):
         sky.cls(len)
-    with pytest.raises(sky.ConfigurationError, match="timeout=-1"):
+    with pytest.raises(sky.errors.ConfigurationError, match="timeout=-1"):
         sky.cls(timeout=-1)(Base)
 
 
@@ -250,7 +252,7 @@ def test_a_group_is_used_and_closed_by_a_task(pool: sky.Compute) -> None:
     group = Model("all", scale=2) @ pool
     assert pool.run(uses(group), on=1) == ([2] * len(group), [4] * len(group))
     for each in group:
-        with pytest.raises(sky.InstanceLostError):
+        with pytest.raises(sky.errors.InstanceLostError):
             each.predict(1)
 
 
@@ -290,13 +292,15 @@ def test_what_goes_wrong_in_a_call_from_a_task_is_raised_there(pool: sky.Compute
     assert pool.run(problems(other, "close", "place"), on=1) == [
         "InstanceLostError: this Model was closed; make another one"
     ]
-    with pytest.raises(sky.SerializationError, match="this Model cannot be sent, since it was clo"):
+    with pytest.raises(
+        sky.errors.SerializationError, match="this Model cannot be sent, since it was clo"
+    ):
         asks(other, 1) >> pool
 
 
 def test_a_described_call_of_a_method_does_not_travel(pool: sky.Compute) -> None:
     model = Model("gpt") >> pool
-    with pytest.raises(sky.SerializationError, match="send the object or its method"):
+    with pytest.raises(sky.errors.SerializationError, match="send the object or its method"):
         asks(sky.function(model.predict), 1) >> pool
 
 
@@ -370,21 +374,27 @@ def test_close_calls_the_objects_own_close(pool: sky.Compute) -> None:
     with sky.cls(Closing)("own") >> pool as tracked:
         assert tracked.there()
     assert {"closed own", "own"} <= sky.set("gone")
-    with pytest.raises(sky.InstanceLostError, match="this Closing was closed; make another one"):
+    with pytest.raises(
+        sky.errors.InstanceLostError, match="this Closing was closed; make another one"
+    ):
         tracked.there()
     tracked.close()
 
 
 def test_calls_of_a_lost_object_name_it_and_say_what_to_do(pool: sky.Compute) -> None:
     model: Any = Model("gpt") >> pool
-    with pytest.raises(sky.InstanceLostError, match=r"Model.dies lost its worker.*make it again"):
+    with pytest.raises(
+        sky.errors.InstanceLostError, match=r"Model.dies lost its worker.*make it again"
+    ):
         model.dies()
     for _ in range(2):
-        with pytest.raises(sky.InstanceLostError, match=r"Model.predict has lost its worker"):
+        with pytest.raises(
+            sky.errors.InstanceLostError, match=r"Model.predict has lost its worker"
+        ):
             model.predict(1)
     waiting = [model.predict.submit(1) for _ in range(3)]
     for future in waiting:
-        with pytest.raises(sky.InstanceLostError):
+        with pytest.raises(sky.errors.InstanceLostError):
             future.result(30)
     model.close()
 
@@ -393,7 +403,7 @@ def test_calls_that_wait_for_a_lost_object_fail_with_it(pool: sky.Compute) -> No
     model: Any = Model("gpt") >> pool
     futures = [model.dies.submit(), *(model.predict.submit(1) for _ in range(5))]
     for future in futures:
-        with pytest.raises(sky.InstanceLostError, match="make it again"):
+        with pytest.raises(sky.errors.InstanceLostError, match="make it again"):
             future.result(30)
 
 
@@ -402,7 +412,7 @@ def test_an_object_that_restarts_is_made_again_and_says_so(
 ) -> None:
     model = sky.cls(restart=True)(Model.kind)("gpt", scale=2) >> pool
     model.predict(1)
-    with pytest.raises(sky.InstanceLostError):
+    with pytest.raises(sky.errors.InstanceLostError):
         model.dies()
     with caplog.at_level(logging.WARNING, "skyward"):
         assert model.predict(3) == (6, 1)
@@ -417,12 +427,14 @@ def test_an_object_that_restarts_is_made_again_and_says_so(
 def test_objects_of_another_pool_are_refused(pool: sky.Compute) -> None:
     model: Any = Model("gpt") >> pool
     with sky.Compute(options=sky.Options(console=False)) as other:
-        with pytest.raises(sky.ConfigurationError, match="an object on another pool"):
+        with pytest.raises(sky.errors.ConfigurationError, match="an object on another pool"):
             model.predict.pending(1) >> other
         elsewhere = Model("gpt") >> other
-    with pytest.raises(sky.PoolClosedError):
+    with pytest.raises(sky.errors.PoolClosedError):
         elsewhere.predict(1)
-    with pytest.raises(sky.SerializationError, match="its client has left the pool; make another"):
+    with pytest.raises(
+        sky.errors.SerializationError, match="its client has left the pool; make another"
+    ):
         asks(elsewhere, 1) >> pool
 
 

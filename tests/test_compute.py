@@ -102,11 +102,11 @@ def test_leaving_with_calls_in_flight_fails_them_clearly(tmp_path):
         queued = add(1) > pool
 
     for future in (running, queued):
-        assert isinstance(future.exception(10), sky.PoolClosedError)
+        assert isinstance(future.exception(10), sky.errors.PoolClosedError)
 
 
 def test_a_pool_cannot_be_entered_twice(compute):
-    with pytest.raises(sky.PoolClosedError, match="is already entered; make another"):
+    with pytest.raises(sky.errors.PoolClosedError, match="is already entered; make another"):
         compute.__enter__()
 
     assert add(1) >> compute == 2
@@ -117,7 +117,7 @@ def test_a_pool_that_was_left_cannot_be_entered_again():
     with pool:
         pass
 
-    with pytest.raises(sky.PoolClosedError, match="make another Compute"), pool:
+    with pytest.raises(sky.errors.PoolClosedError, match="make another Compute"), pool:
         pass
 
 
@@ -130,7 +130,7 @@ def test_a_started_pool_runs_until_it_is_closed(nothing_left):
     pool.close()
 
     assert repr(pool).endswith(": closed>")
-    with pytest.raises(sky.PoolClosedError, match="make another Compute"):
+    with pytest.raises(sky.errors.PoolClosedError, match="make another Compute"):
         pool.start()
 
 
@@ -152,7 +152,9 @@ def test_a_pool_that_was_not_entered_says_how():
     pool = sky.Compute(options=QUIET)
 
     for use in (lambda: add(1) >> pool, lambda: pool.nodes, pool.stats, lambda: pool.resize(2)):
-        with pytest.raises(sky.PoolClosedError, match=r"write `with sky\.Compute\(\) as compute"):
+        with pytest.raises(
+            sky.errors.PoolClosedError, match=r"write `with sky\.Compute\(\) as compute"
+        ):
             use()
 
 
@@ -202,14 +204,14 @@ def test_a_pool_without_a_name_is_called_after_its_script_and_the_time(
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_is_created(arguments, message):
-    with pytest.raises(sky.ConfigurationError, match=message):
+    with pytest.raises(sky.errors.ConfigurationError, match=message):
         sky.Compute(**arguments)
 
 
 def test_an_accelerator_this_machine_lacks_is_refused_with_what_it_has(monkeypatch):
     monkeypatch.delenv("SKYWARD_DEVICE", raising=False)
 
-    with pytest.raises(sky.ConfigurationError, match=r"accelerator=.*this machine has"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"accelerator=.*this machine has"):
         sky.Compute(accelerator=sky.accelerators.H100(count=64))
 
 
@@ -316,7 +318,7 @@ def test_a_pool_shrinks_and_every_node_hears_of_it(resizable):
 
     (left,) = info() @ resizable
     assert (left.node, left.total_nodes, len(left.peers)) == (0, 1, 1)
-    with pytest.raises(sky.ConfigurationError, match="a node from 0 to 0"):
+    with pytest.raises(sky.errors.ConfigurationError, match="a node from 0 to 0"):
         resizable.run(add(1), on=1)
 
 
@@ -371,7 +373,9 @@ def test_resizing_to_what_it_is_does_nothing(resizable):
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True])
 def test_a_size_that_makes_no_sense_is_refused(compute, count):
-    with pytest.raises(sky.ConfigurationError, match="give a whole number of nodes, 1 or more"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match="give a whole number of nodes, 1 or more"
+    ):
         compute.resize(count)
 
 
@@ -579,7 +583,7 @@ def test_one_worker_per_accelerator_needs_an_accelerator():
         pytest.skip("this machine has an accelerator")
     worker = sky.Worker(per_node="accelerator")
 
-    with pytest.raises(sky.ConfigurationError, match="has no accelerator"):
+    with pytest.raises(sky.errors.ConfigurationError, match="has no accelerator"):
         with sky.Compute(worker=worker, options=QUIET):
             pass
 
@@ -609,7 +613,7 @@ def test_packages_that_are_there_are_fine():
 def test_packages_that_are_missing_are_named_all_at_once():
     image = sky.Image(pip=["no-such-thing", "numpy", "nor-this>=2", "cloudpickle==0.0.1"])
 
-    with pytest.raises(sky.ImageError) as caught, sky.Compute(image=image, options=QUIET):
+    with pytest.raises(sky.errors.ImageError) as caught, sky.Compute(image=image, options=QUIET):
         pass
 
     message = str(caught.value)
@@ -624,7 +628,9 @@ def test_another_python_is_refused_at_construction():
 
     sky.Compute(image=sky.Image(python=mine))
     other = "3.12" if mine != "3.12" else "3.13"
-    with pytest.raises(sky.ConfigurationError, match=rf"'{other}'.* run this Python, {mine}"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=rf"'{other}'.* run this Python, {mine}"
+    ):
         sky.Compute(image=sky.Image(python=other))
 
 
@@ -667,7 +673,7 @@ def test_a_forked_child_leaves_the_parents_pool_alone(compute):
     def in_child():
         try:
             add(1) >> compute
-        except sky.PoolClosedError as problem:
+        except sky.errors.PoolClosedError as problem:
             return "a forked child must make its own" in str(problem)
         return False
 
@@ -690,12 +696,14 @@ def test_a_forked_child_leaves_the_parents_pool_alone(compute):
     ],
 )
 def test_an_impossible_device_is_a_runtime_error_as_from_torch(wanted, told):
-    with pytest.raises(sky.ConfigurationError, match=told) as refused:
+    with pytest.raises(sky.errors.ConfigurationError, match=told) as refused:
         sky.Compute().device(**wanted)
     assert isinstance(refused.value, RuntimeError)
 
 
 def test_a_device_without_torch_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(sky.ConfigurationError, match=r"pip install 'skyward-torch\[torch\]'"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"pip install 'skyward-torch\[torch\]'"
+    ):
         sky.Compute().device()

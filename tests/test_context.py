@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
+from skyward.context import Peer
 
 from .waiting import wait_for
 
@@ -123,7 +124,7 @@ def test_the_variable_can_be_set_by_hand(monkeypatch):
 
 def test_a_thousand_peers_fit_into_the_variable(monkeypatch):
     """Each of a thousand nodes gets it, and Linux takes 128 KiB at most."""
-    peers = tuple(sky.Peer(node, f"node{node:04}.cluster.example.org") for node in range(1000))
+    peers = tuple(Peer(node, f"node{node:04}.cluster.example.org") for node in range(1000))
     there = sky.InstanceInfo(node=3, total_nodes=1000, peers=peers)
     monkeypatch.setenv("COMPUTE_POOL", there.to_json())
 
@@ -145,7 +146,9 @@ def test_a_thousand_peers_fit_into_the_variable(monkeypatch):
 def test_a_variable_that_makes_no_sense_is_a_clear_error(monkeypatch, text):
     monkeypatch.setenv("COMPUTE_POOL", text)
 
-    with pytest.raises(sky.ConfigurationError, match="COMPUTE_POOL variable does not describe"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match="COMPUTE_POOL variable does not describe"
+    ):
         sky.instance_info()
 
 
@@ -220,7 +223,9 @@ def test_a_predicate_chooses_the_nodes(compute, printed):
 
 @pytest.mark.parametrize("only", ["tail", 0, None])
 def test_a_wrong_choice_is_refused_when_decorating(only):
-    with pytest.raises(sky.ConfigurationError, match=r"only=.*give only='head' or a function"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"only=.*give only='head' or a function"
+    ):
         sky.stdout(only=only)
 
 
@@ -669,7 +674,7 @@ def test_with_threads_each_call_collects_its_own_lines(threads, printed, tmp_pat
 
 
 def test_a_callback_must_be_callable():
-    with pytest.raises(sky.ConfigurationError, match="give a function of one line"):
+    with pytest.raises(sky.errors.ConfigurationError, match="give a function of one line"):
         with sky.redirect_output("file.txt"):
             pass
 

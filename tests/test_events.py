@@ -198,7 +198,9 @@ def test_nobody_listens_unless_asked() -> None:
 
 
 def test_a_callback_must_be_callable() -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"on_event=3\): give a function that takes"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"on_event=3\): give a function that takes"
+    ):
         sky.Compute(on_event=3)  # type: ignore[arg-type]
 
 
@@ -218,7 +220,7 @@ def test_the_log_has_one_json_object_per_line(
     monkeypatch.delenv("SKYWARD_LOG")
     missing = tmp_path / "missing" / "log"
     with (
-        pytest.raises(sky.ConfigurationError, match="cannot be written: No such file"),
+        pytest.raises(sky.errors.ConfigurationError, match="cannot be written: No such file"),
         sky.Compute(options=sky.Options(console=False, log=str(missing))),
     ):
         pass

@@ -193,9 +193,9 @@ def test_a_function_takes_its_options_with_or_without_a_decorator():
         sky.function(timeout=1, retries=2, name="x")(plain),
     ):
         assert (made.timeout, made.retries, made.name) == (1, 2, "x")
-    with pytest.raises(sky.ConfigurationError, match="timeout=-1"):
+    with pytest.raises(sky.errors.ConfigurationError, match="timeout=-1"):
         sky.function(plain, timeout=-1)
-    with pytest.raises(sky.ConfigurationError, match="use with_timeout"):
+    with pytest.raises(sky.errors.ConfigurationError, match="use with_timeout"):
         sky.function(add, timeout=1)
     assert sky.function(add) is add
 
@@ -262,12 +262,12 @@ def test_a_function_can_be_given_another_name(compute):
     ],
 )
 def test_options_that_cannot_work_are_refused_at_once(options, message):
-    with pytest.raises(sky.ConfigurationError, match=message):
+    with pytest.raises(sky.errors.ConfigurationError, match=message):
         sky.function(**options)(lambda: None)
 
 
 def test_only_a_callable_can_be_a_function():
-    with pytest.raises(sky.ConfigurationError, match="42: it is not callable"):
+    with pytest.raises(sky.errors.ConfigurationError, match="42: it is not callable"):
         sky.function(42)
 
 
@@ -521,7 +521,7 @@ def test_fail_fast_cancels_the_other_workers_of_a_broadcast(compute, tmp_path, a
 
     first, cancelled = caught.value.exceptions
     assert isinstance(first, ValueError)
-    assert isinstance(cancelled, sky.TaskCancelledError)
+    assert isinstance(cancelled, sky.errors.TaskCancelledError)
     assert f"cancelled: rank 0 at {cancelled.place}" in str(caught.value)
     assert cancelled.place
 
@@ -681,7 +681,7 @@ def test_map_of_nothing_yields_nothing(compute):
 
 
 def test_map_without_an_iterable_is_refused(compute):
-    with pytest.raises(sky.ConfigurationError, match="at least one iterable"):
+    with pytest.raises(sky.errors.ConfigurationError, match="at least one iterable"):
         compute.map(add)
 
 
@@ -775,12 +775,12 @@ def test_a_call_for_a_busy_node_waits_though_another_is_free(compute, tmp_path):
 
 @pytest.mark.parametrize("on", [2, -1, "tail", 1.0, True])
 def test_a_node_that_is_not_there_is_refused_at_once(compute, on):
-    with pytest.raises(sky.ConfigurationError, match="give 'head' or a node from 0 to 1"):
+    with pytest.raises(sky.errors.ConfigurationError, match="give 'head' or a node from 0 to 1"):
         compute.run(add(1), on=on)
 
 
 def test_a_broadcast_to_one_node_is_refused(compute):
-    with pytest.raises(sky.ConfigurationError, match="a broadcast runs everywhere; use run"):
+    with pytest.raises(sky.errors.ConfigurationError, match="a broadcast runs everywhere; use run"):
         compute.broadcast(add(1), on=1)
 
 
@@ -1055,7 +1055,7 @@ def plus(x):
 
 try:
     plus(1) >> sky
-except sky.PoolClosedError as problem:
+except sky.errors.PoolClosedError as problem:
     print("outside:", problem)
 with sky.Compute(options=sky.Options(console=False)) as compute:
     grown = grow(Shape(3)) >> compute
@@ -1063,11 +1063,11 @@ with sky.Compute(options=sky.Options(console=False)) as compute:
     print("pickled:", pickle.loads(pickle.dumps(plus(1))) >> compute)
 try:
     plus(1) >> sky
-except sky.PoolClosedError as problem:
+except sky.errors.PoolClosedError as problem:
     print("after:", problem)
 try:
     plus(1) >> compute
-except sky.PoolClosedError as problem:
+except sky.errors.PoolClosedError as problem:
     print("left:", problem)
 """
 
@@ -1234,7 +1234,7 @@ def test_a_call_with_a_handle_survives_pickling(compute):
 
 
 def test_data_that_cannot_travel_is_refused_when_it_is_put():
-    with pytest.raises(sky.SerializationError, match="lock"):
+    with pytest.raises(sky.errors.SerializationError, match="lock"):
         sky.put({"lock": threading.Lock()})
 
 
@@ -1467,13 +1467,14 @@ def test_retries_never_repeat_the_users_own_exception(compute, tmp_path):
 
 def test_an_argument_that_cannot_travel_is_named_with_the_path_to_it(compute):
     with pytest.raises(
-        sky.SerializationError, match=r"argument 'a' of add at \['locks'\]\[1\] cannot be sent"
+        sky.errors.SerializationError,
+        match=r"argument 'a' of add at \['locks'\]\[1\] cannot be sent",
     ):
         add({"locks": [1, threading.Lock()]}) >> compute
 
 
 def test_a_result_that_cannot_travel_is_an_error_at_once(compute):
-    with pytest.raises(sky.SerializationError, match=r"\['lock'\]"):
+    with pytest.raises(sky.errors.SerializationError, match=r"\['lock'\]"):
         sky.function(lambda: {"lock": threading.Lock()})() >> compute
     assert add(1) >> compute == 2
 
@@ -1481,7 +1482,9 @@ def test_a_result_that_cannot_travel_is_an_error_at_once(compute):
 def test_an_undefined_global_is_named_before_anything_is_sent(compute):
     before = compute.stats().submitted
 
-    with pytest.raises(sky.SerializationError, match="uses 'no_such_name', which is not defined"):
+    with pytest.raises(
+        sky.errors.SerializationError, match="uses 'no_such_name', which is not defined"
+    ):
         sky.function(lambda: no_such_name)() >> compute  # noqa: F821
 
     assert compute.stats().submitted == before

@@ -81,12 +81,14 @@ def test_a_timeout_in_c_code_that_holds_the_interpreter_says_where_too(pool: sky
 
 
 def test_ranks_are_told_in_ranges() -> None:
-    def at(kind: type[sky.TaskError], place: str, collective: str = "") -> sky.TaskError:
+    def at(
+        kind: type[sky.errors.TaskError], place: str, collective: str = ""
+    ) -> sky.errors.TaskError:
         error = kind("told")
         error.place, error.collective = place, collective
         return error
 
-    late, ended = sky.TaskTimeoutError, sky.TaskCancelledError
+    late, ended = sky.TaskTimeoutError, sky.errors.TaskCancelledError
     errors: list[Exception] = [at(late, "a.py:1 in f", "all_reduce")] * 3
     errors += [at(late, "b.py:2 in g"), at(late, ""), ValueError()]
     outcomes = [Outcome(node, 0, error=error) for node, error in enumerate(errors)]

@@ -25,11 +25,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward as sky
-from skyward import functions, listeners, numbers
+from skyward import curves as logged
+from skyward import functions, listeners
 from skyward.calls.telling import CallTeller
 from skyward.compute.listening import Listening
+from skyward.curves import Curve, Curves
 from skyward.events import Event, EventStream, NumbersLogged, as_dict
-from skyward.numbers import Curve, Curves
 from skyward.wire import messages
 from skyward.wire.frames import META_LIMIT
 from skyward.wire.messages import Logged
@@ -188,7 +189,7 @@ def test_outside_of_a_pool_there_is_nothing_to_do() -> None:
     ],
 )
 def test_what_is_one_number_is_taken(value: Any, number: float) -> None:
-    assert numbers._number("loss", value) == number
+    assert logged._number("loss", value) == number
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_what_is_one_number_is_taken(value: Any, number: float) -> None:
     ],
 )
 def test_what_is_no_number_is_refused_with_the_next_step(call: Any, message: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=message):
+    with pytest.raises(sky.errors.ConfigurationError, match=message):
         call()
 
 
@@ -222,7 +223,7 @@ def test_why_an_element_cannot_be_had_is_the_cause() -> None:
 
         __repr__ = item  # type: ignore[assignment]
 
-    with pytest.raises(sky.ConfigurationError, match="this Lost is not one") as refused:
+    with pytest.raises(sky.errors.ConfigurationError, match="this Lost is not one") as refused:
         sky.log(loss=Lost())
     assert str(refused.value.__cause__) == "the device is gone"
 
@@ -260,8 +261,8 @@ def test_a_task_that_logs_faster_than_the_client_takes_does_not_wait(rows: int, 
 def test_wide_rows_are_sent_in_messages_that_may_be_sent() -> None:
     sent: list[Logged] = []
     log = NumberLog(lambda: None, sent.append)
-    longest = "\N{MATHEMATICAL ITALIC SMALL ALPHA}" * (numbers.NAME_MOST - 3)
-    values = {f"{longest}{number:03}": 1.0 for number in range(numbers.NAMES_MOST)}
+    longest = "\N{MATHEMATICAL ITALIC SMALL ALPHA}" * (logged.NAME_MOST - 3)
+    values = {f"{longest}{number:03}": 1.0 for number in range(logged.NAMES_MOST)}
     for step in range(25):
         log.take(values, step)
     log.flush()
@@ -275,7 +276,7 @@ def test_a_curve_of_any_length_is_drawn_whole(length: int) -> None:
     for step in range(length):
         curve.add(step, step / 2)
     steps = [step for step, _ in curve.points]
-    assert len(steps) <= numbers.POINTS
+    assert len(steps) <= logged.POINTS
     assert steps == list(range(0, length, curve.stride))
     assert curve.last == (length - 1, (length - 1) / 2)
 
@@ -294,13 +295,13 @@ def test_what_is_told_in_parts_is_the_curve(parts: list[int]) -> None:
 
 def test_a_pool_keeps_so_many_curves_and_still_counts_the_others() -> None:
     every = Curves()
-    for number in range(3 * numbers.CURVES):
+    for number in range(3 * logged.CURVES):
         every.add(None, {f"curve {number}": 1}, None)
-    for name in ("curve 0", f"curve {3 * numbers.CURVES - 1}"):
+    for name in ("curve 0", f"curve {3 * logged.CURVES - 1}"):
         assert [every.add(None, {name: 1}, None) for _ in range(3)] == [1, 2, 3]
     assert [every.add((0, worker), {"loss": 1}, None) for worker in (0, 1, 0)] == [0, 0, 1]
-    assert len(every.news({})) == numbers.CURVES
-    assert every.left_out == 2 * numbers.CURVES + 2
+    assert len(every.news({})) == logged.CURVES
+    assert every.left_out == 2 * logged.CURVES + 2
 
 
 def test_json_has_values_that_are_no_numbers_as_text() -> None:
@@ -502,7 +503,7 @@ def test_async_for_waits_for_trackers_beside_the_event_loop(
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with (
-        pytest.raises(sky.ConfigurationError, match="pip install tensorboard"),
+        pytest.raises(sky.errors.ConfigurationError, match="pip install tensorboard"),
         sky.Compute(options=sky.Options(tensorboard="runs")),
     ):
         pass

@@ -588,7 +588,9 @@ def test_a_task_that_opens_more_generators_than_there_are_workers_fails(
     with contextlib.suppress(ImportError):
         importlib.import_module("fsspec.asyn").get_loop()
     monkeypatch.setattr("skyward.calls.held.ENDLESS_SECONDS", 0.0)
-    with pytest.raises(sky.DeadlockError, match="counts_up would wait for ever for a worker"):
+    with pytest.raises(
+        sky.errors.DeadlockError, match="counts_up would wait for ever for a worker"
+    ):
         opens(4) >> pool
     eventually(lambda: not pool._open_fleet.dispatcher.running())
 
@@ -685,7 +687,7 @@ def test_what_only_the_client_can_do_is_refused_in_a_task(
             for use in (lambda: plus_one(1) >> sky, future.result, stream.__next__):
                 try:
                     use()
-                except sky.PoolClosedError as problem:
+                except sky.errors.PoolClosedError as problem:
                     answers.put(str(problem))
             future.cancel()
             stream.close()
@@ -701,7 +703,7 @@ def test_what_only_the_client_can_do_is_refused_in_a_task(
         path.touch()
         return said, future.result(), sum(stream)
 
-    with pytest.raises(sky.ConfigurationError, match="make it on the client, and pass it"):
+    with pytest.raises(sky.errors.ConfigurationError, match="make it on the client, and pass it"):
         makes() >> pool
     said, found, total = forks(tmp_path / "begun", tmp_path / "go") >> pool
     assert len(said) == 3
@@ -800,7 +802,7 @@ def test_a_call_is_cancelled_with_its_argument_and_without_it(
     first, other = add(argument, 1) > pool, add(argument, 2) > pool
     assert first.cancel()
     assert argument.cancel()
-    with pytest.raises(sky.TaskCancelledError, match="add was not run"):
+    with pytest.raises(sky.errors.TaskCancelledError, match="add was not run"):
         other.result(60)
 
 
@@ -824,7 +826,7 @@ def test_a_future_of_a_task_does_not_leave_it(pool: sky.Compute) -> None:
         return uses() >> sky
 
     for call in (returns_it(), uses_it_by_name()):
-        with pytest.raises(sky.SerializationError, match=r"use its result\(\), or pass it"):
+        with pytest.raises(sky.errors.SerializationError, match=r"use its result\(\), or pass it"):
             call >> pool
 
 
@@ -943,5 +945,5 @@ def test_one_object_with_its_own_place_in_every_worker(pool: sky.Compute) -> Non
 
 
 def test_resources_are_checked() -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"give 'worker', .* or 'own'"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"give 'worker', .* or 'own'"):
         sky.cls(resources="gpu")(Progress.kind)  # type: ignore[call-overload]

@@ -16,7 +16,7 @@ import skyward as sky
 from skyward.errors import ConfigurationError, ProtocolError
 from skyward.files.items import FileItem, decode, encode
 from skyward.files.scanning import Scanner
-from skyward.files.transfer import pieces
+from skyward.files.transfer import Synced, pieces
 from skyward.files.tree import Tree
 
 QUIET = sky.Options(console=False)
@@ -93,7 +93,7 @@ class TestNodes:
             found["lib/new.txt"] == "new" and "moved.sh" in found and "empty" not in found
             for found in listed() @ pool
         )
-        assert pool.sync() == sky.Synced(0, 0, 0)
+        assert pool.sync() == Synced(0, 0, 0)
 
     def test_a_file_that_a_function_changed_is_replaced_and_its_own_files_stay(
         self, pool: sky.Compute
@@ -119,7 +119,9 @@ class TestNodes:
         shell("mkdir taken; touch taken/theirs") @ pool
         (project / "taken").write_text("ours")
 
-        with pytest.raises(sky.PoolError, match=r"node \d did not get .*taken is a folder with"):
+        with pytest.raises(
+            sky.errors.PoolError, match=r"node \d did not get .*taken is a folder with"
+        ):
             pool.sync()
 
         (project / "taken").unlink()
@@ -181,7 +183,7 @@ def test_a_name_that_is_not_utf_8_fails_the_start_and_is_named(tmp_path: Path) -
     (tmp_path / os.fsdecode(b"caf\xe9")).touch()
 
     with (
-        pytest.raises(sky.PoolError, match=r"caf\\xe9' is not UTF-8; .*excludes"),
+        pytest.raises(sky.errors.PoolError, match=r"caf\\xe9' is not UTF-8; .*excludes"),
         sky.Compute(project=str(tmp_path), options=QUIET),
     ):
         raise AssertionError("started")

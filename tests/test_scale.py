@@ -19,6 +19,7 @@ import skyward as sky
 from skyward import context
 from skyward.console.plain import Plain
 from skyward.console.terminal import Live, Terminal
+from skyward.context import Peer
 from skyward.events import EventStream
 from skyward.nodes import fleet as fleets
 from skyward.nodes.briefing import Briefing
@@ -90,7 +91,7 @@ def test_the_list_of_peers_is_made_once_for_all_nodes(monkeypatch: pytest.Monkey
     assert sum(map(len, texts)) < NODES * 10 * KIB
     last = context.InstanceInfo.from_json(texts[-1])
     assert (last.node, last.node_rank, len(last.peers)) == (999, 999, NODES)
-    assert last.peers[-1] == sky.Peer(999, "10.0.3.249")
+    assert last.peers[-1] == Peer(999, "10.0.3.249")
 
 
 def test_all_connections_of_a_client_share_one_tls_context() -> None:
@@ -158,7 +159,7 @@ def test_a_limit_that_is_too_low_is_an_error_with_both_numbers(
     limit: list[tuple[int, int]],
 ) -> None:
     with pytest.raises(
-        sky.ConfigurationError, match=r"nodes=2000: .* 8010 open files.* 4096; raise"
+        sky.errors.ConfigurationError, match=r"nodes=2000: .* 8010 open files.* 4096; raise"
     ):
         fleets.allow_connections(8000, 2000, dialled=False)
     assert limit == [(1024, 4096)]
@@ -172,7 +173,7 @@ def test_a_system_that_refuses_is_an_error_only_if_the_limit_is_too_low(
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
     fleets.allow_connections(1000, 250, dialled=False)
-    with pytest.raises(sky.ConfigurationError, match=r"2010 open files.* 1024; raise"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"2010 open files.* 1024; raise"):
         fleets.allow_connections(2000, 500, dialled=False)
 
 
@@ -353,5 +354,5 @@ def test_a_write_that_fails_fails_for_everyone_who_waits(tmp_path: Path) -> None
     journal = Journal(tmp_path / "journal.sqlite")
     journal.path.mkdir()
     for _ in range(2):
-        with pytest.raises(sky.PoolStartError, match="cannot be used"):
+        with pytest.raises(sky.errors.PoolStartError, match="cannot be used"):
             journal.intend("pool", 1)

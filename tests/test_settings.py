@@ -25,7 +25,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def refusal(project: Path, text: str, pool: str = "train") -> str:
     """The message with which a file is refused; it begins with the file."""
     (project / "skyward.toml").write_text(text)
-    with pytest.raises(sky.ConfigurationError) as caught:
+    with pytest.raises(sky.errors.ConfigurationError) as caught:
         arguments_of(pool)
     message = str(caught.value)
     assert message.startswith(str(project / "skyward.toml"))
@@ -167,12 +167,14 @@ def test_the_environment_names_another_file(project: Path, monkeypatch: pytest.M
     monkeypatch.setenv("SKYWARD_CONFIG", "other.toml")
     assert arguments_of("b") == {"name": "b"}
     monkeypatch.setenv("SKYWARD_CONFIG", "absent.toml")
-    with pytest.raises(sky.ConfigurationError, match=r"absent\.toml: No such file.*SKYWARD_CONFIG"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"absent\.toml: No such file.*SKYWARD_CONFIG"
+    ):
         arguments_of("b")
 
 
 def test_without_a_file_the_error_says_where_one_was_looked_for(project: Path) -> None:
-    with pytest.raises(sky.ConfigurationError) as caught:
+    with pytest.raises(sky.errors.ConfigurationError) as caught:
         sky.Compute.named("train")
     assert f"neither {project} nor a folder above it has a skyward.toml" in str(caught.value)
 
@@ -189,7 +191,9 @@ def test_variables_of_the_environment_are_expanded(
     monkeypatch.setenv("MY_TOKEN", "1234")
     assert dict(arguments_of("a")["image"].env) == {"TOKEN": "x1234", "PLAIN": "${MY_TOKEN}"}
     monkeypatch.delenv("MY_TOKEN")
-    with pytest.raises(sky.ConfigurationError, match="the environment variable MY_TOKEN is not se"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match="the environment variable MY_TOKEN is not se"
+    ):
         arguments_of("a")
 
 

@@ -129,7 +129,7 @@ def test_a_call_that_streams_keep_from_running_for_ever_fails_and_names_them(
 ):
     streams = [tallied(tmp_path / "made") >> compute for _ in range(2)]
 
-    with pytest.raises(sky.DeadlockError) as caught:
+    with pytest.raises(sky.errors.DeadlockError) as caught:
         add(1) >> compute
 
     assert str(caught.value).startswith(
@@ -138,13 +138,13 @@ def test_a_call_that_streams_keep_from_running_for_ever_fails_and_names_them(
     for place in ("tallied on node 0", "tallied on node 1", "close it", "sky.Worker(concurrency="):
         assert place in str(caught.value)
     assert "add waits for a worker: streams that are not read" in capsys.readouterr().err
-    with pytest.raises(sky.DeadlockError):
+    with pytest.raises(sky.errors.DeadlockError):
         (add(1) & add(2)) >> compute
-    with pytest.raises(sky.DeadlockError):
+    with pytest.raises(sky.errors.DeadlockError):
         list(compute.map(add, range(3), ordered=False))
-    with pytest.raises(sky.DeadlockError):
+    with pytest.raises(sky.errors.DeadlockError):
         (add(1) > compute).result()
-    with pytest.raises(sky.DeadlockError):
+    with pytest.raises(sky.errors.DeadlockError):
         compute.run(add(1), on=1)
     streams[0].close()
     assert add(1) >> compute == 2
@@ -302,7 +302,7 @@ def test_a_value_that_cannot_travel_ends_the_stream_with_a_clear_error(compute, 
     values = locks() >> compute
 
     assert next(values) == 1
-    with pytest.raises(sky.SerializationError, match="lock"):
+    with pytest.raises(sky.errors.SerializationError, match="lock"):
         next(values)
     idle()
 
@@ -487,7 +487,7 @@ def test_a_stream_that_outlives_its_pool_ends_with_an_error():
         values = count(10**6) >> short_lived
         assert next(values) == 0
 
-    with pytest.raises(sky.PoolClosedError, match="the pool closed before count was done"):
+    with pytest.raises(sky.errors.PoolClosedError, match="the pool closed before count was done"):
         list(values)
 
 
@@ -760,7 +760,7 @@ def test_even_a_system_exit_in_the_callers_iterator_does_not_leave_the_function_
 
 
 def test_an_item_that_cannot_travel_is_an_error_that_names_it(compute):
-    with pytest.raises(sky.SerializationError, match="lock"):
+    with pytest.raises(sky.errors.SerializationError, match="lock"):
         total(iter([1, threading.Lock()])) >> compute
 
 
@@ -942,5 +942,5 @@ def test_a_broadcast_reads_a_re_iterable_once_per_worker(compute):
 
 @pytest.mark.parametrize("call", [lambda s: total(s), lambda s: total(numbers=s)])
 def test_a_broadcast_refuses_an_iterator_that_can_be_read_only_once(compute, call):
-    with pytest.raises(sky.ConfigurationError, match="'numbers' of total is an iterator"):
+    with pytest.raises(sky.errors.ConfigurationError, match="'numbers' of total is an iterator"):
         call(iter([1, 2])) @ compute

@@ -78,7 +78,7 @@ def test_an_object_is_closed_from_its_own_process(
     key = counter._residence.key
     pool.submit(closes(counter), on=0).result(30)
     eventually(lambda: key not in handles.offered)
-    with pytest.raises(sky.InstanceLostError, match="this Counter was closed"):
+    with pytest.raises(sky.errors.InstanceLostError, match="this Counter was closed"):
         counter.count()
 
 

@@ -8,67 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skyward import accelerators as accelerators
+    from skyward import errors as errors
     from skyward import events as events
     from skyward import plugins as plugins
-    from skyward.calls.flow import Results as Results
-    from skyward.classes import RemoteClass as RemoteClass
     from skyward.classes import cls as cls
     from skyward.compute import Compute as Compute
     from skyward.compute.attaching import attach as attach
     from skyward.compute.choosing import Spec as Spec
     from skyward.compute.debugging import post_mortem as post_mortem
     from skyward.compute.offers import offers as offers
-    from skyward.compute.stats import Stats as Stats
     from skyward.context import InstanceInfo as InstanceInfo
     from skyward.context import Output as Output
-    from skyward.context import Peer as Peer
     from skyward.context import instance_info as instance_info
     from skyward.context import is_head as is_head
     from skyward.context import redirect_output as redirect_output
     from skyward.context import silent as silent
     from skyward.context import stderr as stderr
     from skyward.context import stdout as stdout
-    from skyward.device.core import DeviceError as DeviceError
-    from skyward.device.core import DeviceStats as DeviceStats
+    from skyward.curves import log as log
     from skyward.device.core import device_stats as device_stats
     from skyward.device.profile import profile as profile
-    from skyward.errors import AuthenticationError as AuthenticationError
-    from skyward.errors import BlobStoreFullError as BlobStoreFullError
     from skyward.errors import BroadcastError as BroadcastError
-    from skyward.errors import ConfigurationError as ConfigurationError
-    from skyward.errors import DeadlockError as DeadlockError
-    from skyward.errors import DebuggerError as DebuggerError
-    from skyward.errors import HostKeyError as HostKeyError
-    from skyward.errors import ImageError as ImageError
-    from skyward.errors import InstanceLostError as InstanceLostError
-    from skyward.errors import LoginError as LoginError
-    from skyward.errors import ModelMismatchError as ModelMismatchError
-    from skyward.errors import ModelNotFoundError as ModelNotFoundError
     from skyward.errors import NodeLostError as NodeLostError
-    from skyward.errors import Outcome as Outcome
-    from skyward.errors import PluginError as PluginError
-    from skyward.errors import PoolClosedError as PoolClosedError
-    from skyward.errors import PoolError as PoolError
-    from skyward.errors import PoolStartError as PoolStartError
-    from skyward.errors import ProtocolError as ProtocolError
     from skyward.errors import RemoteError as RemoteError
-    from skyward.errors import SerializationError as SerializationError
     from skyward.errors import SkywardError as SkywardError
-    from skyward.errors import StateFullError as StateFullError
-    from skyward.errors import StateLostError as StateLostError
-    from skyward.errors import StoreDamagedError as StoreDamagedError
-    from skyward.errors import StoreError as StoreError
-    from skyward.errors import StoreFullError as StoreFullError
-    from skyward.errors import TaskCancelledError as TaskCancelledError
-    from skyward.errors import TaskError as TaskError
     from skyward.errors import TaskTimeoutError as TaskTimeoutError
-    from skyward.errors import UnavailableError as UnavailableError
-    from skyward.errors import UnreachableError as UnreachableError
-    from skyward.errors import VersionMismatchError as VersionMismatchError
     from skyward.errors import WorkerDiedError as WorkerDiedError
-    from skyward.files.transfer import Synced as Synced
     from skyward.functions import Function as Function
-    from skyward.functions import Gather as Gather
     from skyward.functions import Group as Group
     from skyward.functions import Group as PendingFunctionGroup  # noqa: F401
     from skyward.functions import Pending as Pending
@@ -77,11 +43,8 @@ if TYPE_CHECKING:
     from skyward.functions import gather as gather
     from skyward.functions import remote as remote
     from skyward.future import Future as Future
-    from skyward.groups import InstanceGroup as InstanceGroup
     from skyward.market import Offer as Offer
     from skyward.nodes.node import NodeView as NodeView
-    from skyward.nodes.stacks import Stacks as Stacks
-    from skyward.numbers import log as log
     from skyward.objects.handles import Handle as Handle
     from skyward.objects.handles import put as put
     from skyward.plugins.plugin import Plugin as Plugin
@@ -115,18 +78,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "calls.flow": ("Results",),
-    "classes": ("RemoteClass", "cls"),
+    "classes": ("cls",),
     "compute": ("Compute",),
     "compute.attaching": ("attach",),
     "compute.choosing": ("Spec",),
     "compute.debugging": ("post_mortem",),
     "compute.offers": ("offers",),
-    "compute.stats": ("Stats",),
     "context": (
         "InstanceInfo",
         "Output",
-        "Peer",
         "instance_info",
         "is_head",
         "redirect_output",
@@ -134,48 +94,18 @@ _HOMES = {
         "stderr",
         "stdout",
     ),
-    "device.core": ("DeviceError", "DeviceStats", "device_stats"),
+    "device.core": ("device_stats",),
     "device.profile": ("profile",),
     "errors": (
-        "AuthenticationError",
-        "BlobStoreFullError",
         "BroadcastError",
-        "ConfigurationError",
-        "DeadlockError",
-        "DebuggerError",
-        "HostKeyError",
-        "ImageError",
-        "InstanceLostError",
-        "LoginError",
-        "ModelMismatchError",
-        "ModelNotFoundError",
         "NodeLostError",
-        "Outcome",
-        "PluginError",
-        "PoolClosedError",
-        "PoolError",
-        "PoolStartError",
-        "ProtocolError",
         "RemoteError",
-        "SerializationError",
         "SkywardError",
-        "StateFullError",
-        "StateLostError",
-        "StoreDamagedError",
-        "StoreError",
-        "StoreFullError",
-        "TaskCancelledError",
-        "TaskError",
         "TaskTimeoutError",
-        "UnavailableError",
-        "UnreachableError",
-        "VersionMismatchError",
         "WorkerDiedError",
     ),
-    "files.transfer": ("Synced",),
     "functions": (
         "Function",
-        "Gather",
         "Group",
         "Pending",
         "function",
@@ -183,11 +113,9 @@ _HOMES = {
         "remote",
     ),
     "future": ("Future",),
-    "groups": ("InstanceGroup",),
     "market": ("Offer",),
-    "nodes.stacks": ("Stacks",),
     "nodes.node": ("NodeView",),
-    "numbers": ("log",),
+    "curves": ("log",),
     "objects.handles": ("Handle", "put"),
     "plugins.plugin": ("Plugin",),
     "providers.aws": ("AWS",),
@@ -205,15 +133,29 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-_MODULES = ("accelerators", "events", "plugins")
+_MODULES = ("accelerators", "errors", "events", "plugins")
+
+__all__ = sorted([*_HOME_OF, *_MODULES])
 
 _ALIASES = {"PendingFunction": "Pending", "PendingFunctionGroup": "Group"}
 """Names of the other Skyward for things that are here under a name of their own."""
 
+_MOVED = {
+    "DeviceStats": "device.core",
+    "Gather": "functions",
+    "InstanceGroup": "groups",
+    "Outcome": "errors",
+    "Peer": "context",
+    "RemoteClass": "classes",
+    "Results": "calls.flow",
+    "Stacks": "nodes.stacks",
+    "Stats": "compute.stats",
+    "Synced": "files.transfer",
+}
+"""Names that were here, and the modules that have them; all errors but the common ones, too."""
+
 _EXTENSION = {"load_ipython_extension", "unload_ipython_extension"}
 """What IPython looks for at `%load_ext skyward`; not for users."""
-
-__all__ = sorted([*_HOME_OF, *_MODULES, *_ALIASES])
 
 
 def __getattr__(name: str) -> Any:
@@ -225,18 +167,34 @@ def __getattr__(name: str) -> Any:
     name = _ALIASES.get(name, name)
     home = "notebook.magics" if name in _EXTENSION else _HOME_OF.get(name)
     if home is None:
-        former = importlib.import_module("skyward.former")
-        problem: AttributeError = former.missing("module 'skyward'", name, former.NAMES)
-        if name in former.NAMES:
-            opname = importlib.import_module("opcode").opname
-            caller = sys._getframe(1)
-            if opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
-                # Of an AttributeError, `from skyward import App` would show nothing.
-                raise ImportError(str(problem), name=name)
-        raise problem
+        return _former(name)
     value = getattr(importlib.import_module(f"skyward.{home}"), name)
     globals()[name] = value
     return value
+
+
+def _former(name: str) -> Any:
+    """What has left this screen, with a warning; or the error that says what to write instead."""
+    home = _MOVED.get(name, "errors" if name.endswith("Error") else None)
+    value = home and getattr(importlib.import_module(f"skyward.{home}"), name, None)
+    if value is not None:
+        warnings = importlib.import_module("warnings")
+        written = f"sky.errors.{name}" if home == "errors" else f"skyward.{home}.{name}"
+        warnings.warn(
+            f"sky.{name} is {written} now; the short name goes with the next release",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return value
+    former = importlib.import_module("skyward.former")
+    problem: AttributeError = former.missing("module 'skyward'", name, former.NAMES)
+    if name in former.NAMES:
+        opname = importlib.import_module("opcode").opname
+        caller = sys._getframe(2)
+        if opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":
+            # Of an AttributeError, `from skyward import App` would show nothing.
+            raise ImportError(str(problem), name=name)
+    raise problem
 
 
 def __dir__() -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 
 class SkywardError(Exception):
@@ -17,6 +18,44 @@ class ConfigurationError(SkywardError, ValueError):
 
 class NoDeviceError(ConfigurationError, RuntimeError):
     """There is no such torch device, or it did not start; PyTorch raises a RuntimeError, too."""
+
+
+class DeviceError(SkywardError, RuntimeError):
+    """A sky device cannot do what was asked.
+
+    Errors of the device are of this class, except those that PyTorch raises as a class of their own
+    on any device, such as IndexError, NotImplementedError and torch.OutOfMemoryError.
+    """
+
+    _gone: ClassVar[re.Pattern[str]] = re.compile(r"sky:(\d+) (?:\([^)]*\) )?is gone: ")
+    _explain: ClassVar[list[Callable[[int], str]]] = []
+    _explained: ClassVar[dict[int, str]] = {}
+
+    def __init__(self, text: str = "", *more: object) -> None:
+        gone = self._gone.match(text)
+        if gone is not None:
+            # Looked for once, when the first error says it: the tensors may be dropped later.
+            index = int(gone[1])
+            if index not in self._explained:
+                self._explained[index] = ""
+                self._explained[index] = "".join(explain(index) for explain in self._explain)
+            text += self._explained[index]
+        super().__init__(text, *more)
+
+    @classmethod
+    def explain_with(cls, explain: Callable[[int], str]) -> None:
+        """Add to errors of a device that is gone what this function says of it, by its index."""
+        cls._explain[:] = [explain]
+
+    @classmethod
+    def forget(cls, index: int) -> None:
+        """Note that a new device has this index."""
+        cls._explained.pop(index, None)
+
+    @classmethod
+    def leave_unexplained(cls, index: int) -> None:
+        """Note that a device ends because its user wants it to: nothing is lost."""
+        cls._explained[index] = ""
 
 
 class ImageError(SkywardError):

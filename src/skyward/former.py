@@ -97,13 +97,13 @@ NAMES = {
     "Instance": "compute.nodes lists sky.NodeView values: state, address, running tasks",
     "InstanceType": "sky.offers(...) lists sky.Offer values, each with its machine and its price",
     "LogConfig": "write Options(log=...) for lines of JSON; console=False silences the progress",
-    "NoOffersError": "catch sky.UnavailableError",
+    "NoOffersError": "catch sky.errors.UnavailableError",
     "NodeInstance": "compute.nodes lists sky.NodeView values: state, address, running tasks",
     "OfferRepository": "sky.offers('A100', max_hourly_cost=2) returns a list, the cheapest first",
     "Pool": "it is called sky.Compute",
     "PoolSpec": "give the arguments to sky.Compute, or several sky.Spec to sky.Compute.any",
     "ProviderConfig": "a provider is a value such as sky.SSH([...]), typed by its own class",
-    "ProvisioningError": "catch sky.PoolStartError",
+    "ProvisioningError": "catch sky.errors.PoolStartError",
     "Session": (
         "no session is needed: write `with sky.Compute(...) as pool:` in place of "
         "session.compute(...); several may be open at once"

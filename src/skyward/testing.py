@@ -559,7 +559,7 @@ class Shop:
     Besides its machines, a pool in a shop has a rule, which must be swept up: a file below `root`.
 
     >>> shop = Shop(root=str(tmp_path))
-    >>> shop.stock.failures = [sky.UnavailableError("sold out")]
+    >>> shop.stock.failures = [sky.errors.UnavailableError("sold out")]
     >>> sky.Compute(shop).start()
     """
 

@@ -71,7 +71,7 @@ def test_a_breakpoint_needs_no_variable(
     with pytest.raises(ValueError, match="on purpose"):
         fails() >> compute
     monkeypatch.setenv("SKYWARD_DEBUGGER", "1")
-    with pytest.raises(sky.DebuggerError, match="no call has failed on this pool since"):
+    with pytest.raises(sky.errors.DebuggerError, match="no call has failed on this pool since"):
         sky.post_mortem(compute)
 
 
@@ -84,7 +84,8 @@ def test_a_breakpoint_does_not_wait_for_a_pipe_that_nobody_may_fill(
         with open(mine, encoding="utf-8") as silent:
             monkeypatch.setattr("sys.stdin", silent)
             with pytest.raises(
-                sky.DebuggerError, match="no terminal; start it in one, or set SKYWARD_DEBUGGER=1"
+                sky.errors.DebuggerError,
+                match="no terminal; start it in one, or set SKYWARD_DEBUGGER=1",
             ):
                 stops() >> compute
     finally:
@@ -96,7 +97,7 @@ def test_a_breakpoint_where_debuggers_are_off_says_so(
 ) -> None:
     monkeypatch.setenv("SKYWARD_DEBUGGER", "0")
     with pytest.raises(
-        sky.DebuggerError,
+        sky.errors.DebuggerError,
         match=r"breakpoint\(\) at .*test_no_terminal\.py:\d+ in stops: SKYWARD_DEBUGGER=0 in .* "
         "leave it out, and the breakpoint opens pdb",
     ):
@@ -109,10 +110,10 @@ def test_a_client_without_a_terminal_says_so(
 ) -> None:
     with open("/dev/null", encoding="utf-8") as nowhere:
         monkeypatch.setattr("sys.stdin", nowhere)
-        with pytest.raises(sky.DebuggerError, match="the call has no terminal; start it in"):
+        with pytest.raises(sky.errors.DebuggerError, match="the call has no terminal; start it in"):
             stops() >> compute
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(sky.DebuggerError, match="has no terminal; start it in one, or take"):
+    with pytest.raises(sky.errors.DebuggerError, match="has no terminal; start it in one, or take"):
         stops() >> compute
 
 
@@ -218,7 +219,9 @@ def test_a_notebook_whose_page_cannot_ask_says_so(
         raise RuntimeError("this frontend does not support input requests")
 
     monkeypatch.setattr(builtins, "input", refuses)
-    with pytest.raises(sky.DebuggerError, match="does not support input requests; run the code"):
+    with pytest.raises(
+        sky.errors.DebuggerError, match="does not support input requests; run the code"
+    ):
         stops() >> compute
 
 
@@ -231,7 +234,9 @@ def test_a_defect_of_the_debugger_is_the_calls_error_and_the_next_one_works(
 
     with monkeypatch.context() as patch:
         patch.setattr("skyward.calls.debuggers.open_prompt", defect)
-        with pytest.raises(sky.DebuggerError, match="failed in the client: ValueError: filedesc"):
+        with pytest.raises(
+            sky.errors.DebuggerError, match="failed in the client: ValueError: filedesc"
+        ):
             stops() >> compute
     monkeypatch.setattr(builtins, "input", typing("c"))
     assert stops() >> compute == "went on with 3"
@@ -288,7 +293,7 @@ def test_a_process_that_the_task_started_is_told_apart(compute: sky.Compute) -> 
         def child() -> None:
             try:
                 breakpoint()  # noqa: T100
-            except sky.DebuggerError as problem:
+            except sky.errors.DebuggerError as problem:
                 told.put(str(problem))
 
         context = multiprocessing.get_context("fork")
@@ -313,18 +318,22 @@ def test_post_mortem_needs_the_variable_a_pool_and_a_failure(
     monkeypatch: pytest.MonkeyPatch, compute: sky.Compute
 ) -> None:
     monkeypatch.delenv("SKYWARD_DEBUGGER", raising=False)
-    with pytest.raises(sky.DebuggerError, match="set SKYWARD_DEBUGGER=1 before you make the call"):
+    with pytest.raises(
+        sky.errors.DebuggerError, match="set SKYWARD_DEBUGGER=1 before you make the call"
+    ):
         sky.post_mortem(compute)
     monkeypatch.setenv("SKYWARD_DEBUGGER", "1")
     with sky.Compute(options=QUIET) as fresh:
-        with pytest.raises(sky.DebuggerError, match="no call has failed on this pool"):
+        with pytest.raises(sky.errors.DebuggerError, match="no call has failed on this pool"):
             sky.post_mortem(fresh)
-        with pytest.raises(sky.ConfigurationError, match=r"node=7.*workers are \[\(0, 0\)\]"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match=r"node=7.*workers are \[\(0, 0\)\]"
+        ):
             sky.post_mortem(fresh, node=7)
         with pytest.raises(ValueError, match="on purpose"):
             fails() >> fresh
         sky.function(lambda: 1)() >> fresh
-        with pytest.raises(sky.DebuggerError, match="this worker keeps no failed task"):
+        with pytest.raises(sky.errors.DebuggerError, match="this worker keeps no failed task"):
             sky.post_mortem(fresh)
 
 

@@ -82,7 +82,7 @@ def test_a_tensor_over_a_slice_has_its_own_offset_too(ts: list[torch.Tensor]) ->
 
 def test_an_odd_slice_holds_no_larger_elements(ts: list[torch.Tensor]) -> None:
     over = _over(ts[4].untyped_storage()[1:9], torch.int32)
-    with pytest.raises(sky.DeviceError, match="no multiple of its 4 bytes"):
+    with pytest.raises(sky.errors.DeviceError, match="no multiple of its 4 bytes"):
         over.fill_(1)
     assert not _changed(ts)
 
@@ -139,7 +139,7 @@ def test_a_storage_made_from_an_address_alone_is_refused(ts: list[torch.Tensor])
             lambda s=storage: s[0],
             lambda s=storage: s[1:2].fill_(1),
         ):
-            with pytest.raises(sky.DeviceError, match=r"address"):
+            with pytest.raises(sky.errors.DeviceError, match=r"address"):
                 use()
     assert not _changed(ts)
 
@@ -295,7 +295,7 @@ def test_a_slice_beyond_a_storage_that_shrank_is_an_error(device: torch.device, 
         lambda: over.fill_(1),
         lambda: over.tolist(),
     ):
-        with pytest.raises(sky.DeviceError, match="storage of"):
+        with pytest.raises(sky.errors.DeviceError, match="storage of"):
             use()
             torch.accelerator.synchronize(device.index)
     assert not other.any()

@@ -247,7 +247,7 @@ def _take(step: Step, pool: Pool) -> type[Exception] | None:
         else:
             made = {**VIEWS, **COPIES}[name](target, n)
     except Exception as problem:
-        return RuntimeError if isinstance(problem, sky.DeviceError) else type(problem)
+        return RuntimeError if isinstance(problem, sky.errors.DeviceError) else type(problem)
     if made is not None:
         if len(pool) < POOL:
             pool.append(made)
@@ -310,7 +310,7 @@ def _gradients(pool: Pool, leaves: Pool) -> Pool | type[Exception]:
                 total = total + (t.abs() * weights).sum()
         found = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     except Exception as problem:
-        return RuntimeError if isinstance(problem, sky.DeviceError) else type(problem)
+        return RuntimeError if isinstance(problem, sky.errors.DeviceError) else type(problem)
     return list(found)
 
 

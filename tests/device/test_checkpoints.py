@@ -39,7 +39,7 @@ def lose(compute: sky.Compute, device: torch.device) -> None:
     """Kill the device's process, and see the first error."""
     (process,) = device_processes(compute)
     process.send_signal(signal.SIGKILL)
-    with pytest.raises(sky.DeviceError, match=rf"{device}.* is gone: "):
+    with pytest.raises(sky.errors.DeviceError, match=rf"{device}.* is gone: "):
         torch.sky.synchronize(device)
 
 
@@ -84,7 +84,9 @@ def test_a_training_goes_on_from_its_checkpoint_bit_for_bit(pool, store) -> None
     weight = training.model[0].weight
     (process,) = device_processes(pool)
     process.send_signal(signal.SIGKILL)
-    with pytest.raises(sky.DeviceError, match=r"is gone: .* lost: .*compute\.device\(\) brings"):
+    with pytest.raises(
+        sky.errors.DeviceError, match=r"is gone: .* lost: .*compute\.device\(\) brings"
+    ):
         training.steps(1000)
     again = pool.device("cpu")
     assert again == device
@@ -111,9 +113,11 @@ def test_tensors_come_back_as_they_were_and_later_ones_say_their_name(pool, stor
     assert base[1].tolist() == [5, 6, 7, 8]
     assert large.sum().item() == 7 << 20
     assert torch.equal(module.weight.cpu(), weight)
-    with pytest.raises(sky.DeviceError, match=r"\(5x7 float32\) was lost .* made after the check"):
+    with pytest.raises(
+        sky.errors.DeviceError, match=r"\(5x7 float32\) was lost .* made after the check"
+    ):
         later.sum().item()
-    with pytest.raises(sky.DeviceError, match=r"Linear\.extra \(3 float32\) was lost"):
+    with pytest.raises(sky.errors.DeviceError, match=r"Linear\.extra \(3 float32\) was lost"):
         (module.extra * 2).sum().item()
     fresh = torch.ones(3, device=device)
     assert (fresh + module.weight[0, :3].detach()).shape == (3,)
@@ -138,7 +142,7 @@ def test_a_slot_with_another_tensor_is_not_filled_with_the_old_one(pool, store) 
     lose(pool, device)
     pool.device("cpu")
     assert kept.sum().item() == 30
-    with pytest.raises(sky.DeviceError, match="made after the checkpoint"):
+    with pytest.raises(sky.errors.DeviceError, match="made after the checkpoint"):
         new.sum().item()
 
 
@@ -155,7 +159,7 @@ def test_a_device_can_be_lost_again_and_again(pool, store) -> None:
         assert pool.device("cpu") == device
         assert x.tolist() == [float(n)] * 3
     for each in lost:
-        with pytest.raises(sky.DeviceError, match="was lost"):
+        with pytest.raises(sky.errors.DeviceError, match="was lost"):
             each.sum().item()
     assert sky.restore(device, store, version=1) == {}
     assert x.tolist() == [1.0] * 3
@@ -171,7 +175,7 @@ def test_tensors_without_their_contents_are_not_read(pool, store, tmp_path: Path
     away = kept.rename(tmp_path / "away")
     with pytest.raises(sky.SkywardError):
         pool.device("cpu")
-    with pytest.raises(sky.DeviceError, match="checkpoint cannot be read"):
+    with pytest.raises(sky.errors.DeviceError, match="checkpoint cannot be read"):
         x.sum().item()
     away.rename(kept)
     assert pool.device("cpu") == device
@@ -185,17 +189,17 @@ def test_without_a_checkpoint_the_error_says_what_was_lost() -> None:
         model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8, bias=False)).to(device)
         scratch = torch.ones(100, 100, device=device)
         lose(compute, device)
-        with pytest.raises(sky.DeviceError) as caught:
+        with pytest.raises(sky.errors.DeviceError) as caught:
             scratch.sum().item()
         text = str(caught.value)
         assert "4 tensors (49.3 kB) lost: a tensor (100x100 float32), Sequential.0.weight" in text
         assert "(32x64 float32)" in text
         fresh = torch.ones(2, device=compute.device("cpu"))
         assert fresh.sum().item() == 2
-        with pytest.raises(sky.DeviceError, match="is gone"):
+        with pytest.raises(sky.errors.DeviceError, match="is gone"):
             model[0].weight.sum().item()
     # The end of a pool, which the user wants, loses nothing.
-    with pytest.raises(sky.DeviceError, match=r"is gone: its pool was closed$"):
+    with pytest.raises(sky.errors.DeviceError, match=r"is gone: its pool was closed$"):
         fresh.sum().item()
 
 
@@ -206,10 +210,12 @@ def test_a_result_stays_on_no_device_that_is_still_to_come_back(pool, store) -> 
     sky.checkpoint(device, store)
     lose(pool, device)
     for kind in ("cpu", "auto"):
-        with pytest.raises(sky.DeviceError, match=r"\(cpu of node 0\) was lost; ask compute"):
+        with pytest.raises(
+            sky.errors.DeviceError, match=r"\(cpu of node 0\) was lost; ask compute"
+        ):
             sky.remote(torch.ones, device=kind)(3) >> pool
     # A device of another kind was not lost, and is asked for as ever.
-    with pytest.raises(sky.ConfigurationError, match="the node has no 'cuda:7'"):
+    with pytest.raises(sky.errors.ConfigurationError, match="the node has no 'cuda:7'"):
         sky.remote(torch.ones, device="cuda:7")(3) >> pool
     assert pool.device("cpu") == device
     assert (sky.remote(torch.ones)(3) >> pool).device == device
@@ -235,7 +241,7 @@ def poisoned(device: torch.device) -> torch.Tensor:
     """A tensor whose operation has failed on the worker, with the error seen."""
     x = torch.ones(3, device=device)
     x.scatter_(0, torch.tensor([100], device=device), 1.0)
-    with pytest.raises(sky.DeviceError, match="out of bounds"):
+    with pytest.raises(sky.errors.DeviceError, match="out of bounds"):
         torch.sky.synchronize(device)
     return x
 
@@ -256,7 +262,9 @@ def test_a_tensor_that_an_operation_failed_on_is_left_out(pool, store) -> None:
     lose(pool, device)
     pool.device("cpu")
     assert [x.mean().item() for x in others] == list(range(300))
-    with pytest.raises(sky.DeviceError, match=r"\(3 float32\) was lost .* it had failed before"):
+    with pytest.raises(
+        sky.errors.DeviceError, match=r"\(3 float32\) was lost .* it had failed before"
+    ):
         bad.sum().item()
 
 
@@ -264,7 +272,9 @@ def test_a_named_object_is_not_saved_without_its_contents(pool, store) -> None:
     device = pool.device("cpu")
     model = nn.Linear(3, 3).to(device)
     model.bias.data = poisoned(device)
-    with pytest.raises(sky.DeviceError, match=r"model\.bias has no contents, .*out of bounds"):
+    with pytest.raises(
+        sky.errors.DeviceError, match=r"model\.bias has no contents, .*out of bounds"
+    ):
         sky.checkpoint(device, store, model=model)
     assert store.list() == ()
 
@@ -275,7 +285,7 @@ def test_a_tensor_that_an_operation_failed_on_since_is_set_back(pool, store) -> 
     view = x[1:]
     sky.checkpoint(device, store)
     x.scatter_(0, torch.tensor([100], device=device), 1.0)
-    with pytest.raises(sky.DeviceError, match="out of bounds"):
+    with pytest.raises(sky.errors.DeviceError, match="out of bounds"):
         sky.restore(device, store)
     sky.restore(device, store)
     assert x.tolist() == [0, 1, 2]
@@ -292,7 +302,7 @@ def test_a_lost_node_comes_back_with_the_tensors(store, eventually) -> None:
         sky.checkpoint(device, store)
         (process,) = device_processes(compute)
         process.parent().kill()
-        with pytest.raises(sky.DeviceError):
+        with pytest.raises(sky.errors.DeviceError):
             for _ in range(10_000):
                 (x + 1).sum().item()
         eventually(lambda: compute._open_fleet.dispatcher.counts.nodes_lost == 1)
@@ -311,7 +321,7 @@ def test_copies_to_other_nodes_have_what_came_back(store) -> None:
         x.fill_(2)
         assert x.to(second).sum().item() == 2 << 20
         os.kill(owner(x), signal.SIGKILL)
-        with pytest.raises(sky.DeviceError):
+        with pytest.raises(sky.errors.DeviceError):
             torch.sky.synchronize(first)
         assert compute.device("cpu") == first
         assert x.to(third).sum().item() == x.to(second).sum().item() == 1 << 20
@@ -366,10 +376,10 @@ def refusals(device: torch.device, store: sky.ModelStore) -> list[tuple[Callable
 
 def test_what_cannot_be_is_refused(pool, store) -> None:
     device = pool.device("cpu")
-    with pytest.raises(sky.ModelNotFoundError):
+    with pytest.raises(sky.errors.ModelNotFoundError):
         sky.restore(device, store)
     sky.checkpoint(device, store, step=1)
     store.save_model({"x": torch.ones(1)}, "plain")
     for action, match in refusals(device, store):
-        with pytest.raises(sky.ConfigurationError, match=match):
+        with pytest.raises(sky.errors.ConfigurationError, match=match):
             action()

@@ -210,7 +210,9 @@ def test_a_layout_that_cannot_be_kept_is_an_error_and_the_next_call_asks(
     rows = torch.arange(24.0).reshape(4, 6)
     with sky.Compute(options=sky.Options(console=False)) as compute:
         there = rows.to(compute.device("cpu"))
-        with pytest.raises(sky.DeviceError, match="cannot be laid out as the client expects"):
+        with pytest.raises(
+            sky.errors.DeviceError, match="cannot be laid out as the client expects"
+        ):
             compiled(there).cpu()
         result = compiled(there)
         assert result.stride() == (6, 1)
@@ -363,7 +365,9 @@ def test_a_new_worker_with_other_layouts_or_no_compiler_says_so_and_computes_the
         with pytest.warns(UserWarning, match="operation by operation.*no compiler"):
             again = [result.cpu(), second(there).cpu()]
         for _ in range(2):
-            with pytest.raises(sky.DeviceError, match=r"in another way.*torch\.compiler\.reset"):
+            with pytest.raises(
+                sky.errors.DeviceError, match=r"in another way.*torch\.compiler\.reset"
+            ):
                 third(there)
     assert all(map(torch.equal, again, before))
 

@@ -214,7 +214,7 @@ def test_many_tensors_are_copied_at_once(device: torch.device, other_device: tor
 def test_operations_on_tensors_of_two_devices_are_refused(
     device: torch.device, other_device: torch.device
 ) -> None:
-    with pytest.raises(sky.DeviceError, match=r"same device, but found sky:\d and sky:\d"):
+    with pytest.raises(sky.errors.DeviceError, match=r"same device, but found sky:\d and sky:\d"):
         torch.ones(2, device=device) + torch.ones(2, device=other_device)
 
 
@@ -513,7 +513,7 @@ def test_a_failed_source_fails_its_copy_and_no_other(
     for index in (1, 7):  # the first has its shape asked for, the second fails later
         bad = torch.arange(3, device=device)[torch.tensor([index]).to(device)]
     copied, fine = bad.to(other_device), good.to(other_device)
-    with pytest.raises((IndexError, sky.DeviceError), match="out of"):
+    with pytest.raises((IndexError, sky.errors.DeviceError), match="out of"):
         copied.cpu()
     with pytest.raises(IndexError):
         torch.sky.synchronize(device)
@@ -529,7 +529,7 @@ def test_a_copy_that_failed_at_the_node_that_passes_it_on_comes_from_the_source_
     torch.arange(3, device=second)[index]  # its shape is asked for, so that the next fails later
     failed = torch.arange(3, device=second)[index + 7]
     failed.copy_(x)
-    with pytest.raises((IndexError, sky.DeviceError), match="out of"):
+    with pytest.raises((IndexError, sky.errors.DeviceError), match="out of"):
         x.to(third).cpu()
     assert torch.equal(x.to(third).cpu(), x.cpu())
     with pytest.raises(IndexError):
@@ -551,7 +551,7 @@ def test_a_lost_device_fails_what_was_to_come_from_it() -> None:
         copied = x.to(second)
         place = core().place(first.index)
         device_processes(compute)[0].kill()
-        with pytest.raises(sky.DeviceError, match=rf"sky:\d+ \({place}\) cannot be reached"):
+        with pytest.raises(sky.errors.DeviceError, match=rf"sky:\d+ \({place}\) cannot be reached"):
             copied.cpu()
         assert torch.ones(2, device=second).sum().item() == 2
 
@@ -606,7 +606,7 @@ def test_a_device_lost_in_the_middle_of_a_long_copy_harms_no_other(
         device_processes(compute)[lost].kill()
         if lost == 0:
             gone = "the other device's process did not come back"
-            with pytest.raises(sky.DeviceError, match=f"cannot be reached.*{gone}"):
+            with pytest.raises(sky.errors.DeviceError, match=f"cannot be reached.*{gone}"):
                 y.cpu()
         else:
             # A write waits until the memory has left, or need not.
@@ -738,7 +738,9 @@ def test_a_link_that_was_lost_is_made_again_at_the_next_copy(
         return proxy.connections > before
 
     eventually(is_made_again, 15)
-    with pytest.raises(sky.DeviceError, match=r"cannot be reached.*copy again what was to come"):
+    with pytest.raises(
+        sky.errors.DeviceError, match=r"cannot be reached.*copy again what was to come"
+    ):
         torch.sky.synchronize(second)
     assert torch.equal(here.to(second).cpu(), x)
     assert torch.equal(into.copy_(here).cpu(), x)

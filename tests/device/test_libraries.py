@@ -17,10 +17,11 @@ import pytest
 
 import skyward as sky
 from skyward.device import operators
-from skyward.device.core import DeviceError, core
+from skyward.device.core import core
 from skyward.device.libraries import torch as patches_of_torch
 from skyward.device.libraries.choice import Choice
 from skyward.device.libraries.patches import Patches, wrap, wrap_property
+from skyward.errors import DeviceError
 
 from ..conftest import Sharing, only_in_all, other_case
 

@@ -70,7 +70,7 @@ def test_the_properties_of_a_closed_device_say_that_it_is_closed() -> None:
     with sky.Compute(options=sky.Options(console=False)) as compute:
         device = compute.device("cpu")
         assert torch.sky.get_device_properties(device).type == "cpu"
-    with pytest.raises(sky.DeviceError, match="is gone: its pool was closed"):
+    with pytest.raises(sky.errors.DeviceError, match="is gone: its pool was closed"):
         torch.sky.get_device_properties(device)
 
 

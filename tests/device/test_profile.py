@@ -168,7 +168,7 @@ def test_two_devices_share_a_trace(
         assert sum(e["name"].startswith("aten::") for e in ran) == count
         assert p.breakdown(each).operations == count
         assert f"{each} (cpu of node " in str(p)
-    with pytest.raises(sky.ConfigurationError, match=rf"breakdown\(None\).*: {device}, "):
+    with pytest.raises(sky.errors.ConfigurationError, match=rf"breakdown\(None\).*: {device}, "):
         p.breakdown()
 
 
@@ -231,7 +231,9 @@ def test_an_error_of_the_worker_is_left_for_the_next_wait(device: torch.device) 
 
 def test_a_device_is_profiled_once_at_a_time(device: torch.device) -> None:
     with sky.profile(device) as p:
-        with pytest.raises(sky.DeviceError, match=f"{device} is being profiled already; leave"):
+        with pytest.raises(
+            sky.errors.DeviceError, match=f"{device} is being profiled already; leave"
+        ):
             sky.profile(device).__enter__()
         steps(device, 1)
     assert p.breakdown().operations == 2
@@ -240,15 +242,19 @@ def test_a_device_is_profiled_once_at_a_time(device: torch.device) -> None:
 def test_a_profile_is_of_one_block(device: torch.device) -> None:
     with sky.profile(device) as p:
         pass
-    with pytest.raises(sky.ConfigurationError, match="one profile is of one block"):
+    with pytest.raises(sky.errors.ConfigurationError, match="one profile is of one block"):
         p.__enter__()
 
 
 def test_a_profile_that_has_not_ended_says_so(device: torch.device, tmp_path: Path) -> None:
     with sky.profile(device) as p:
-        with pytest.raises(sky.ConfigurationError, match="export: the profiled block has not end"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match="export: the profiled block has not end"
+        ):
             p.export(tmp_path / "trace.json")
-        with pytest.raises(sky.ConfigurationError, match="summary: the profiled block has not en"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match="summary: the profiled block has not en"
+        ):
             p.summary()
         assert "profile object" in str(p)
 
@@ -257,7 +263,7 @@ def test_a_profile_that_has_not_ended_says_so(device: torch.device, tmp_path: Pa
 def test_only_sky_devices_are_profiled(device: torch.device, given: Any) -> None:
     said = re.escape(f"({given!r}): give a device of")
     for asked in (sky.profile, sky.device_stats):
-        with pytest.raises(sky.ConfigurationError, match=f"{asked.__name__}{said}"):
+        with pytest.raises(sky.errors.ConfigurationError, match=f"{asked.__name__}{said}"):
             asked(given)
 
 
@@ -362,7 +368,7 @@ def test_a_device_over_a_network_is_profiled_on_the_same_clock() -> None:
             x = torch.ones(3, device=device)
             for process in device_processes(compute):
                 process.kill()
-            with pytest.raises(sky.DeviceError):
+            with pytest.raises(sky.errors.DeviceError):
                 for _ in range(10_000):
                     x.sin().sum().item()
         assert "The worker's part is missing" in str(dying)

@@ -286,7 +286,9 @@ def test_threads_of_one_executor_make_room_for_each(compute) -> None:
 def test_a_sky_device_names_its_node(compute, device, other_device) -> None:
     make_there = sky.remote(make, device=other_device)
     assert (make_there(3) >> compute).device == other_device
-    with pytest.raises(sky.ConfigurationError, match="is on node 1, but the call runs on node 0"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match="is on node 1, but the call runs on node 0"
+    ):
         compute.run(make_there(3), on=0)
 
 
@@ -308,14 +310,16 @@ def test_over_tls_it_is_the_same() -> None:
 
 
 def test_a_device_that_the_node_lacks_is_named(compute) -> None:
-    with pytest.raises(sky.ConfigurationError, match="the node has no 'cuda:7'"):
+    with pytest.raises(sky.errors.ConfigurationError, match="the node has no 'cuda:7'"):
         compute.run(sky.remote(make, device="cuda:7")(3), on=0)
     assert (sky.remote(make)(3) >> compute).sum().item() == 3
 
 
 def test_a_wrong_device_is_refused_at_once() -> None:
     for wrong in ("", "sky:0", 3, torch.device("cpu")):
-        with pytest.raises(sky.ConfigurationError, match="give 'cuda', 'cpu', 'mps' or 'auto'"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match="give 'cuda', 'cpu', 'mps' or 'auto'"
+        ):
             sky.remote(make, device=wrong)  # type: ignore[call-overload]
 
 
@@ -427,7 +431,7 @@ def test_a_device_that_dies_while_the_result_comes_is_said_or_replaced(eventuall
             return torch.ones(LARGE)
 
         # The client hears of the death before the result needs memory, or after.
-        with contextlib.suppress(sky.DeviceError):
+        with contextlib.suppress(sky.errors.DeviceError):
             x = sky.remote(kill)(process.pid) >> compute
             assert x.sum().item() == LARGE
         eventually(lambda: process not in device_processes(compute))

@@ -278,7 +278,7 @@ def test_a_few_changed_bytes_cost_a_few_bytes() -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_either_decoded_or_refused(garbage: bytes) -> None:
     decode(b"\x10abcd", 10, anew=True)
-    with contextlib.suppress(sky.DeviceError):
+    with contextlib.suppress(sky.errors.DeviceError):
         while made := decode(garbage, 1 << 16, anew=False):
             assert len(made) <= 1 << 16
             garbage = b""
@@ -295,7 +295,7 @@ def test_any_bytes_are_either_decoded_or_refused(garbage: bytes) -> None:
     ],
 )
 def test_what_is_no_coding_is_refused_with_the_reason(coded: bytes, reason: str) -> None:
-    with pytest.raises(sky.DeviceError, match=reason):
+    with pytest.raises(sky.errors.DeviceError, match=reason):
         decode(coded, 100, anew=True)
 
 
@@ -447,7 +447,9 @@ def test_an_answer_that_is_not_right_is_an_error_once_and_then_the_worker_is_ask
     )
     file.write_bytes(remembered._sealed(lies))
     with far_device() as device:
-        with pytest.raises(sky.DeviceError, match="another size than it had before") as caught:
+        with pytest.raises(
+            sky.errors.DeviceError, match="another size than it had before"
+        ) as caught:
             wrong = odd(device)
             if later:  # the error comes with the bytes
                 wrong = wrong.to("cpu", non_blocking=True)

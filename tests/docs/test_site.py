@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward import plugins
+from skyward import errors, plugins
 
 from ..conftest import ALL
 from ..page.chromium import PROGRAM, Chromium
@@ -43,7 +43,8 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     text = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
     anchors = set(re.findall(r'id="skyward\.([\w.]+)"', text))
     shown = {name.rpartition(".")[2] for name in anchors}
-    assert set(sky.__all__) - {"accelerators", "plugins"} <= shown
+    assert set(sky.__all__) - {"accelerators", "errors", "plugins"} <= shown
+    assert {name for name in vars(errors) if name.endswith("Error")} <= shown
     assert set(plugins.__all__) <= shown
 
 

@@ -527,11 +527,11 @@ def test_a_forked_child_is_told_that_the_pool_is_not_its_own(pool: sky.Compute) 
         try:
             try:
                 echo(2) >> pool
-            except sky.PoolClosedError as problem:
+            except sky.errors.PoolClosedError as problem:
                 os.write(write, f"run: {problem}\n".encode())
             try:
                 echo(2) >> sky
-            except sky.PoolClosedError as problem:
+            except sky.errors.PoolClosedError as problem:
                 os.write(write, f"sky: {problem}\n".encode())
             pool.close()
         finally:

@@ -424,19 +424,23 @@ def test_closing_the_pool_tells_everyone_who_still_waits(
     assert isinstance(problem, sky.BroadcastError)
     told |= {f"broadcast {i}": error for i, error in enumerate(problem.exceptions)}
     for name, problem in told.items():
-        assert isinstance(problem, sky.PoolClosedError), (name, problem)
+        assert isinstance(problem, sky.errors.PoolClosedError), (name, problem)
     assert "the pool closed before rests was done" in str(told["running"])
     assert "the pool closed before echo was done" in str(told["queued"])
-    with pytest.raises(sky.PoolClosedError, match="this pool is closed; run functions inside"):
+    with pytest.raises(
+        sky.errors.PoolClosedError, match="this pool is closed; run functions inside"
+    ):
         echo(1) >> compute
 
 
 def test_a_closed_or_unentered_pool_says_so() -> None:
     compute = sky.Compute(options=sky.Options(console=False))
-    with pytest.raises(sky.PoolClosedError, match="has not been entered; write `with sky"):
+    with pytest.raises(sky.errors.PoolClosedError, match="has not been entered; write `with sky"):
         echo(1) >> compute
     with compute:
-        with pytest.raises(sky.PoolClosedError, match="is already entered; make another Compute"):
+        with pytest.raises(
+            sky.errors.PoolClosedError, match="is already entered; make another Compute"
+        ):
             compute.__enter__()
         assert echo(1) >> compute == 1
     compute.close()

@@ -19,7 +19,7 @@ def echo(value: Any) -> Any:
 
 def refused(action: Callable[[], object], *words: str) -> None:
     """It raises at once, saying all of these."""
-    with pytest.raises(sky.ConfigurationError) as caught:
+    with pytest.raises(sky.errors.ConfigurationError) as caught:
         action()
     for word in words:
         assert word in str(caught.value)

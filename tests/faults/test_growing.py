@@ -36,7 +36,7 @@ class Scarce(sky.Local):
         """Make a machine, if there is one for the node."""
         self.asked.append(order.node)
         if order.node in self.missing:
-            raise sky.PoolStartError(f"there is no machine for node {order.node}")
+            raise sky.errors.PoolStartError(f"there is no machine for node {order.node}")
         return await super().create(order)
 
 
@@ -95,7 +95,7 @@ def test_a_call_for_a_node_that_is_missing_waits_for_it(
 
 def test_a_pool_that_cannot_have_the_nodes_it_needs_does_not_start(nothing_left: None) -> None:
     provider = Scarce(missing={1, 2, 3})
-    with pytest.raises(sky.PoolStartError, match="there is no machine for node"):
+    with pytest.raises(sky.errors.PoolStartError, match="there is no machine for node"):
         sky.Compute(provider, nodes=sky.Nodes(4, min=2), options=QUIET).__enter__()
 
 
@@ -165,10 +165,10 @@ def test_resize_takes_what_nodes_takes(hasty: None, eventually: Eventually) -> N
         eventually(lambda: states(pool) == ["ready"] * 3)
         pool.resize((1, 2))
         assert states(pool) == ["ready"]
-        with pytest.raises(sky.ConfigurationError, match="min exceeds max"):
+        with pytest.raises(sky.errors.ConfigurationError, match="min exceeds max"):
             pool.resize((2, 1))
         for wrong in (0, True, 1.5, "2"):
-            with pytest.raises(sky.ConfigurationError, match="give a whole number of nodes"):
+            with pytest.raises(sky.errors.ConfigurationError, match="give a whole number of nodes"):
                 pool.resize(wrong)  # type: ignore[arg-type]
 
 
@@ -181,7 +181,7 @@ def test_resize_starts_failed_nodes_again_and_returns_when_all_are_ready(
     with sky.Compute(provider, nodes=sky.Nodes(3, min=2), options=QUIET) as pool:
         eventually(lambda: states(pool) == ["ready", "failed", "ready"])
         provider.missing.remove(1)
-        with pytest.raises(sky.PoolStartError, match="there is no machine for node 3"):
+        with pytest.raises(sky.errors.PoolStartError, match="there is no machine for node 3"):
             pool.resize(4)
         eventually(lambda: states(pool) == ["ready"] * 3)
         provider.missing.clear()
@@ -286,9 +286,9 @@ class Unfit(sky.Local):
             raise self.problem from cause
 
 
-@pytest.mark.parametrize("problem", [sky.PoolStartError("no quota"), KeyError("region")])
+@pytest.mark.parametrize("problem", [sky.errors.PoolStartError("no quota"), KeyError("region")])
 def test_a_start_error_shows_no_frames_of_ours(problem: Exception) -> None:
-    with pytest.raises(sky.PoolStartError) as caught:
+    with pytest.raises(sky.errors.PoolStartError) as caught:
         sky.Compute(Unfit(problem=problem), options=QUIET).__enter__()
     shown = "".join(traceback.format_exception(caught.value))
     assert "401 Unauthorized" in shown

@@ -56,7 +56,7 @@ def test_a_node_that_is_being_retired_is_not_started_anew(retired: Node) -> None
 
 
 def test_a_node_that_is_being_retired_is_not_waited_for(retired: Node) -> None:
-    assert retired.return_pause(sky.UnreachableError("no answer")) is None
+    assert retired.return_pause(sky.errors.UnreachableError("no answer")) is None
     assert retired.state == "draining"
 
 
@@ -111,9 +111,9 @@ def stopping(count: int) -> tuple[Fleet, list[Any], list[Node]]:
 def test_nodes_end_all_the_same_when_the_end_of_one_fails() -> None:
     fleet, nodes, forgotten = stopping(3)
     failed: Future[None] = Future()
-    failed.set_exception(sky.PoolStartError("the journal cannot be written"))
+    failed.set_exception(sky.errors.PoolStartError("the journal cannot be written"))
     nodes[0].host.stop = lambda _: failed
-    with pytest.raises(sky.PoolStartError, match="the journal cannot be written"):
+    with pytest.raises(sky.errors.PoolStartError, match="the journal cannot be written"):
         fleet._end(nodes, 0)
     assert forgotten == nodes
 

@@ -39,7 +39,7 @@ class Spot(sky.Local):
     async def create(self, order: Order) -> Any:
         """Make a machine that names the module for its node."""
         if self.missing:
-            raise sky.UnavailableError(self.missing.pop())
+            raise sky.errors.UnavailableError(self.missing.pop())
         machine: Any = await super().create(order)
         machine.notice = f"notice_{order.node}"
         return machine
@@ -206,5 +206,5 @@ def test_closing_does_not_wait_for_the_replacement(
         eventually(lambda: pool.nodes[0].running)
         tell(0, "120 spot interruption")
         eventually(lambda: pool.nodes[0].state == "reclaimed")
-    with pytest.raises(sky.PoolClosedError):
+    with pytest.raises(sky.errors.PoolClosedError):
         running.result(1)

@@ -102,7 +102,7 @@ def test_a_full_disk_for_blobs_is_named_and_the_pool_goes_on(small_disk: Path) -
             lambda: total(large) @ compute,
             lambda: list(compute.map(total, [large])),
         ):
-            with pytest.raises(sky.BlobStoreFullError) as caught:
+            with pytest.raises(sky.errors.BlobStoreFullError) as caught:
                 way()
             message = str(caught.value)
             assert f"64 MiB of arguments do not fit in {small_disk}" in message
@@ -120,7 +120,7 @@ def test_a_disk_that_others_have_filled_can_be_freed_and_used_again(small_disk: 
     with sky.Compute(options=QUIET) as compute:
         hog = small_disk / "hog"
         hog.write_bytes(bytes(6 << 20))
-        with pytest.raises(sky.BlobStoreFullError):
+        with pytest.raises(sky.errors.BlobStoreFullError):
             total(data) >> compute
         hog.unlink()
         assert total(data) >> compute == data.size
@@ -145,7 +145,7 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(sky.ConfigurationError) as caught:
+    with pytest.raises(sky.errors.ConfigurationError) as caught:
         sky.Compute(options=QUIET)
     assert f"{name}={value!r}" in str(caught.value)
     assert words in str(caught.value)

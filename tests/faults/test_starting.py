@@ -58,13 +58,17 @@ class Flaky(sky.Local):
 @pytest.mark.parametrize(
     ("problem", "kind", "words"),
     [
-        (RuntimeError("quota exceeded"), sky.PoolStartError, "node 1 did not start: RuntimeError"),
+        (
+            RuntimeError("quota exceeded"),
+            sky.errors.PoolStartError,
+            "node 1 did not start: RuntimeError",
+        ),
         (
             ConnectionRefusedError("nobody there"),
-            sky.PoolStartError,
+            sky.errors.PoolStartError,
             "node 1 cannot be reached: nobody there; see that its machine is up",
         ),
-        (sky.ImageError("no such package"), sky.ImageError, "no such package"),
+        (sky.errors.ImageError("no such package"), sky.errors.ImageError, "no such package"),
     ],
     ids=["unexpected", "network", "named"],
 )
@@ -103,12 +107,12 @@ class Mixed(sky.Local):
         """Wait until it is cancelled, or fail."""
         if order.node == 0:
             await asyncio.Event().wait()
-        raise sky.PoolStartError("there is no such machine")
+        raise sky.errors.PoolStartError("there is no such machine")
 
 
 def test_a_failure_is_told_at_once_though_another_node_takes_long() -> None:
     began = time.monotonic()
-    with pytest.raises(sky.PoolStartError, match="there is no such machine"):
+    with pytest.raises(sky.errors.PoolStartError, match="there is no such machine"):
         sky.Compute(Mixed(), nodes=2, options=QUIET).__enter__()
     assert time.monotonic() - began < SOON
 
@@ -141,7 +145,7 @@ def test_a_start_is_late_only_if_no_more_executors_come_and_says_how_many_are_th
     fleet = fleet_that_waits(1.0)
     fleet.executors_on = lambda _: 250
     words = r"node 0: 5 of 250 worker processes are connected, and in 1 s no other came; .*'thread'"
-    with pytest.raises(sky.PoolStartError, match=words):
+    with pytest.raises(sky.errors.PoolStartError, match=words):
         fleet._await_ready([slow], 1)
 
 
@@ -165,7 +169,9 @@ def test_the_time_in_a_providers_queue_does_not_count() -> None:
     fleet = fleet_that_waits(0.05)
     preparing = provider_loop.submit(host.prepare())
     try:
-        with pytest.raises(sky.PoolStartError, match="node 3 was not ready 0 s after its machine"):
+        with pytest.raises(
+            sky.errors.PoolStartError, match="node 3 was not ready 0 s after its machine"
+        ):
             fleet._await_ready([Node(3, host, fleet)], 1)
         assert provider.made
     finally:
@@ -209,7 +215,7 @@ def test_workers_that_cannot_be_reached_are_told_from_a_node_that_cannot() -> No
         "node 0: its worker cannot be reached, though its agent can: refused by a firewall; "
         "if a firewall is in between"
     )
-    with pytest.raises(sky.PoolStartError, match=words):
+    with pytest.raises(sky.errors.PoolStartError, match=words):
         sky.Compute(Walled(), options=QUIET).__enter__()
 
 
@@ -228,7 +234,7 @@ def test_a_worker_process_that_does_not_answer_is_told_with_the_number_of_those_
         return attempt(approach)
 
     monkeypatch.setattr(hosts.Approach, "attempt", all_but_the_last)
-    with pytest.raises(sky.PoolStartError) as caught:
+    with pytest.raises(sky.errors.PoolStartError) as caught:
         sky.Compute(worker=sky.Worker(concurrency=3)).__enter__()
     said = str(caught.value)
     assert re.match(r"node 0: \d of 3 worker processes are connected, and another does not", said)
@@ -240,7 +246,7 @@ def test_a_worker_process_that_does_not_answer_is_told_with_the_number_of_those_
 def test_a_failing_new_node_leaves_the_pool_as_it_was() -> None:
     provider = Flaky(problem=RuntimeError("quota exceeded"))
     with sky.Compute(provider, options=QUIET) as compute:
-        with pytest.raises(sky.PoolStartError, match="quota exceeded"):
+        with pytest.raises(sky.errors.PoolStartError, match="quota exceeded"):
             compute.resize(2)
         assert [node.state for node in compute.nodes] == ["ready"]
         assert sky.function(abs)(-1) @ compute == [1]
@@ -269,7 +275,7 @@ def test_an_agent_that_ends_at_once_is_quoted(
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
     began = time.monotonic()
-    with pytest.raises(sky.PoolStartError) as caught:
+    with pytest.raises(sky.errors.PoolStartError) as caught:
         sky.Compute(options=QUIET).__enter__()
     assert time.monotonic() - began < SOON
     message = str(caught.value)
@@ -281,7 +287,7 @@ def test_workers_that_cannot_start_are_quoted_after_a_few_tries() -> None:
     """The agent starts, but its executors find no standard library."""
     image = sky.Image(env={"PYTHONHOME": "/nowhere"})
     began = time.monotonic()
-    with pytest.raises(sky.PoolStartError) as caught:
+    with pytest.raises(sky.errors.PoolStartError) as caught:
         sky.Compute(image=image, options=QUIET).__enter__()
     assert time.monotonic() - began < SOON
     message = str(caught.value)
@@ -292,7 +298,7 @@ def test_workers_that_cannot_start_are_quoted_after_a_few_tries() -> None:
 
 def test_a_pool_that_did_not_start_can_be_made_anew() -> None:
     failing = sky.Compute(image=sky.Image(env={"PYTHONHOME": "/nowhere"}), options=QUIET)
-    with pytest.raises(sky.PoolStartError):
+    with pytest.raises(sky.errors.PoolStartError):
         failing.__enter__()
     with sky.Compute(options=QUIET) as compute:
         assert sky.function(abs)(-1) >> compute == 1

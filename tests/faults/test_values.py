@@ -70,7 +70,7 @@ def works() -> str:
 
 
 def test_an_unpicklable_argument_is_named_by_parameter(pool: sky.Compute) -> None:
-    with pytest.raises(sky.SerializationError) as caught:
+    with pytest.raises(sky.errors.SerializationError) as caught:
         identity(threading.Lock()) >> pool
     message = str(caught.value)
     assert "argument 'value' of identity cannot be sent" in message
@@ -81,7 +81,7 @@ def test_an_unpicklable_argument_is_named_by_parameter(pool: sky.Compute) -> Non
 
 def test_an_unpicklable_part_of_an_argument_is_named_by_its_path(pool: sky.Compute) -> None:
     config = {"model": {"layers": [1, Socketful()]}}
-    with pytest.raises(sky.SerializationError) as caught:
+    with pytest.raises(sky.errors.SerializationError) as caught:
         identity(1, option=config) >> pool
     message = str(caught.value)
     assert "argument 'option' of identity at ['model']['layers'][1].connection" in message
@@ -93,7 +93,7 @@ def test_an_unpicklable_argument_raises_at_once_whichever_way_it_is_sent(
     pool: sky.Compute, way: str
 ) -> None:
     bad = identity(threading.Lock())
-    with pytest.raises(sky.SerializationError, match="argument 'value' of identity"):
+    with pytest.raises(sky.errors.SerializationError, match="argument 'value' of identity"):
         match way:
             case "run":
                 bad >> pool
@@ -118,12 +118,16 @@ def test_an_unpicklable_closure_variable_is_named(pool: sky.Compute) -> None:
         with guard:
             pass
 
-    with pytest.raises(sky.SerializationError, match=r"closure variable 'guard' of .*guarded"):
+    with pytest.raises(
+        sky.errors.SerializationError, match=r"closure variable 'guard' of .*guarded"
+    ):
         guarded() >> pool
 
 
 def test_an_object_that_cannot_be_put_is_refused_when_it_is_put() -> None:
-    with pytest.raises(sky.SerializationError, match=r"the value at \['lock'\] cannot be sent"):
+    with pytest.raises(
+        sky.errors.SerializationError, match=r"the value at \['lock'\] cannot be sent"
+    ):
         sky.put({"lock": threading.Lock()})
 
 
@@ -132,7 +136,7 @@ def test_an_argument_whose_pickling_raises_carries_the_reason(pool: sky.Compute)
         def __reduce__(self) -> Any:
             raise ValueError("not today")
 
-    with pytest.raises(sky.SerializationError, match="not today") as caught:
+    with pytest.raises(sky.errors.SerializationError, match="not today") as caught:
         identity([Moody()]) >> pool
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -145,7 +149,7 @@ def test_an_unpicklable_result_is_named_and_the_pool_goes_on(pool: sky.Compute) 
     def leaky() -> Any:
         return {"weights": [1.0], "handles": [threading.Lock()]}
 
-    with pytest.raises(sky.SerializationError) as caught:
+    with pytest.raises(sky.errors.SerializationError) as caught:
         leaky() >> pool
     message = str(caught.value)
     assert "the result of" in message
@@ -165,7 +169,9 @@ def test_an_unpicklable_item_of_a_generator_ends_the_stream_with_its_name(
 
     stream = iter(items() >> pool)
     assert next(stream) == 1
-    with pytest.raises(sky.SerializationError, match=r"an item of .*items cannot be sent: .*lock"):
+    with pytest.raises(
+        sky.errors.SerializationError, match=r"an item of .*items cannot be sent: .*lock"
+    ):
         next(stream)
     assert works() @ pool == ["it does"] * 2
 
@@ -452,7 +458,7 @@ def test_an_undefined_global_is_refused_before_anything_is_sent(pool: sky.Comput
     def forgetful() -> Any:
         return never_defined + 1  # type: ignore[name-defined]  # noqa: F821
 
-    with pytest.raises(sky.SerializationError) as caught:
+    with pytest.raises(sky.errors.SerializationError) as caught:
         forgetful() >> pool
     message = str(caught.value)
     assert "forgetful uses 'never_defined', which is not defined in" in message

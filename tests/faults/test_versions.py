@@ -52,19 +52,19 @@ def test_another_patch_release_of_python_is_compatible() -> None:
 
 def test_another_minor_version_of_python_is_refused_with_both_versions_and_two_ways_out() -> None:
     worker = {**my_versions(), "python": "3.99.1"}
-    with pytest.raises(sky.VersionMismatchError) as caught:
+    with pytest.raises(sky.errors.VersionMismatchError) as caught:
         check_compatible(my_versions(), worker, "node 3")
     message = str(caught.value)
     assert "node 3 runs Python 3.99.1" in message
     assert f"this end Python {MINOR}" in message
     assert f"sky.Image(python='{MINOR}')" in message
     assert "run this script with Python 3.99" in message
-    assert isinstance(caught.value, sky.PoolStartError)
+    assert isinstance(caught.value, sky.errors.PoolStartError)
 
 
 def test_another_protocol_is_refused_before_anything_else() -> None:
     worker = {**my_versions(), "python": "3.99.1", "protocol": "999", "skyward": "9.0"}
-    with pytest.raises(sky.VersionMismatchError) as caught:
+    with pytest.raises(sky.errors.VersionMismatchError) as caught:
         check_compatible(my_versions(), worker, "node 0")
     assert "node 0 speaks protocol 999 (skyward 9.0)" in str(caught.value)
     assert "install the same skyward on both" in str(caught.value)
@@ -72,7 +72,9 @@ def test_another_protocol_is_refused_before_anything_else() -> None:
 
 def test_another_major_version_of_cloudpickle_is_refused() -> None:
     worker = {**my_versions(), "cloudpickle": "99.0"}
-    with pytest.raises(sky.VersionMismatchError, match=r"node 0 has cloudpickle 99\.0.*same major"):
+    with pytest.raises(
+        sky.errors.VersionMismatchError, match=r"node 0 has cloudpickle 99\.0.*same major"
+    ):
         check_compatible(my_versions(), worker, "node 0")
 
 
@@ -83,7 +85,7 @@ def test_another_major_version_of_numpy_is_a_warning() -> None:
 
 
 def test_an_end_that_says_nothing_of_its_versions_is_refused() -> None:
-    with pytest.raises(sky.VersionMismatchError):
+    with pytest.raises(sky.errors.VersionMismatchError):
         check_compatible(my_versions(), {}, "node 0")
 
 
@@ -121,7 +123,7 @@ def test_a_pool_does_not_start_on_another_python_and_takes_everything_down(
     python.chmod(0o755)
     provider = Future(python=str(python), healthy=healthy)
     compute = sky.Compute(provider, nodes=2 if healthy else 1, options=sky.Options(console=False))
-    with pytest.raises(sky.VersionMismatchError, match=r"runs Python 3\.99\.0") as caught:
+    with pytest.raises(sky.errors.VersionMismatchError, match=r"runs Python 3\.99\.0") as caught:
         compute.__enter__()
     assert f"node {int(healthy)} " in str(caught.value)
     assert provider.machines

@@ -28,7 +28,7 @@ class SoldOut(sky.Local):
         """Make a machine, if there is one for the node."""
         self.asked.append(order.node)
         if order.node in self.missing:
-            raise sky.UnavailableError(f"there is no machine for node {order.node}")
+            raise sky.errors.UnavailableError(f"there is no machine for node {order.node}")
         return await super().create(order)
 
 
@@ -78,7 +78,7 @@ def test_a_broadcast_starts_a_node_and_runs_on_those_that_are_there() -> None:
 
 def test_a_broadcast_that_gets_no_node_says_why() -> None:
     with sky.Compute(SoldOut(missing={0}), nodes=(0, 1), options=QUIET) as pool:
-        with pytest.raises(sky.UnavailableError, match="there is no machine for node 0"):
+        with pytest.raises(sky.errors.UnavailableError, match="there is no machine for node 0"):
             rank() @ pool
 
 
@@ -97,7 +97,7 @@ def test_a_call_waits_for_a_machine_however_long_that_takes(
 
 def test_a_device_needs_a_node() -> None:
     with sky.Compute(nodes=(0, 2), options=QUIET) as pool:
-        with pytest.raises(sky.ConfigurationError) as refused:
+        with pytest.raises(sky.errors.ConfigurationError) as refused:
             pool._open_fleet.devices._tell(0, None)  # type: ignore[arg-type]
         assert "device(node=0): the pool has no nodes now" in str(refused.value)
         assert "compute.resize(1)" in str(refused.value)
@@ -118,20 +118,20 @@ def test_a_call_that_waits_for_a_node_fails_when_the_pool_ends(how: str) -> None
         future = rank() > pool
         if how == "ttl":
             pool._open_fleet._expire(60)
-            with pytest.raises(sky.PoolClosedError, match="time to live of 60 s is over"):
+            with pytest.raises(sky.errors.PoolClosedError, match="time to live of 60 s is over"):
                 future.result(PATIENCE)
-    with pytest.raises(sky.PoolClosedError):
+    with pytest.raises(sky.errors.PoolClosedError):
         future.result(1)
 
 
 def test_without_calls_nothing_is_started_and_nothing_costs() -> None:
     with sky.Compute(nodes=(0, 2), options=QUIET) as pool:
         assert (pool.stats().cost, pool.stats().hourly_cost) == (0, 0)
-        with pytest.raises(sky.ConfigurationError, match="from 0 to 0"):
+        with pytest.raises(sky.errors.ConfigurationError, match="from 0 to 0"):
             pool.run(rank(), on=1)
 
 
-class ForbiddenError(sky.UnavailableError):
+class ForbiddenError(sky.errors.UnavailableError):
     """A refusal that no waiting helps against."""
 
     passing = False
@@ -157,10 +157,10 @@ class Refusing(sky.Local):
         for kind, marks in {
             ForbiddenError: [],
             KeyError: [],
-            sky.ConfigurationError: other_case,
-            sky.ImageError: other_case,
-            sky.LoginError: other_case,
-            sky.HostKeyError: other_case,
+            sky.errors.ConfigurationError: other_case,
+            sky.errors.ImageError: other_case,
+            sky.errors.LoginError: other_case,
+            sky.errors.HostKeyError: other_case,
         }.items()
     ],
 )
@@ -185,7 +185,7 @@ def test_a_call_does_not_wait_for_what_only_the_user_can_mend(
 @other_case
 def test_a_call_waits_as_long_as_another_node_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.1, 0.1))
-    refusals = [sky.UnavailableError("sold out"), *[ForbiddenError("no")] * 30]
+    refusals = [sky.errors.UnavailableError("sold out"), *[ForbiddenError("no")] * 30]
     provider = Refusing(refusals=[*refusals])
     with sky.Compute(provider, nodes=(0, 2), options=QUIET) as pool:
         for future in (rank() > pool, rank() > pool):

@@ -110,7 +110,9 @@ def test_a_call_that_runs_when_the_client_leaves_is_stopped(
     with sky.attach(kept) as compute:
         going = last_forever(str(tmp_path / "begun")) > compute
         eventually((tmp_path / "begun").exists)
-    with pytest.raises(sky.PoolClosedError, match="last_forever was not done: its client left"):
+    with pytest.raises(
+        sky.errors.PoolClosedError, match="last_forever was not done: its client left"
+    ):
         going.result()
     with sky.attach(kept) as compute:
         assert len(pid() @ compute) == 2
@@ -153,11 +155,11 @@ def test_a_client_with_the_keys_of_another_pool_is_refused(kept: str) -> None:
     record = keeping.read(kept)
     where = record.nodes[0].endpoint.split()[0]
     if record.credentials is None:
-        with pytest.raises(sky.AuthenticationError, match="another pool"):
+        with pytest.raises(sky.errors.AuthenticationError, match="another pool"):
             connect(where, Hello("other", "control"), None, "")
         return
     stranger = Authority(record.id).issue(CLIENT)
-    with pytest.raises((sky.AuthenticationError, OSError, EOFError)):
+    with pytest.raises((sky.errors.AuthenticationError, OSError, EOFError)):
         connect(where, Hello(record.id, "control"), stranger, node_name(record.id, 0))
 
 
@@ -177,14 +179,16 @@ def test_others_are_named_when_a_client_would_end_the_pool(kept: str, script: Sc
     number = other.stdout.readline().strip()
     with (
         sky.attach(kept) as compute,
-        pytest.raises(sky.PoolError, match=rf"in use by .*process {number} .*since.*--force"),
+        pytest.raises(
+            sky.errors.PoolError, match=rf"in use by .*process {number} .*since.*--force"
+        ),
     ):
         compute.down()
     said_after(other, "\n")
 
 
 def test_a_pool_of_that_name_cannot_be_made_twice(kept: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=f"{kept}.*stays already.*sky down"):
+    with pytest.raises(sky.errors.ConfigurationError, match=f"{kept}.*stays already.*sky down"):
         sky.Compute(name=kept, keep=True)
 
 
@@ -192,5 +196,5 @@ def test_a_compute_is_used_without_a_block_too(kept: str) -> None:
     compute = sky.attach(kept)
     assert len(pid() @ compute) == 2
     compute.close()
-    with pytest.raises(sky.PoolClosedError):
+    with pytest.raises(sky.errors.PoolClosedError):
         pid() >> compute

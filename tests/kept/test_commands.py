@@ -72,7 +72,7 @@ def test_up_leaves_a_pool_that_ps_shows_and_down_ends(bench: str) -> None:
         assert pid() >> compute
     assert "removed" in run("down", bench).output
     assert documents("ps") == []
-    with pytest.raises(sky.PoolError, match="no pool called 'bench' stays here"):
+    with pytest.raises(sky.errors.PoolError, match="no pool called 'bench' stays here"):
         sky.attach(bench)
 
 
@@ -169,7 +169,7 @@ def test_a_script_that_runs_is_not_ended_by_accident(bench: str, tmp_path: Path)
         refused = run(verb, bench, code=1).stderr
         assert f"{bench}: runs {job} of " in refused
         assert "--force" in refused
-    with sky.attach(bench) as compute, pytest.raises(sky.PoolError, match=f"runs {job}"):
+    with sky.attach(bench) as compute, pytest.raises(sky.errors.PoolError, match=f"runs {job}"):
         compute.down()
     assert documents("jobs", bench)[0]["state"] == "running"
     run("stop", bench, "--force")
@@ -180,7 +180,7 @@ def test_a_call_by_name_that_runs_is_not_ended_by_accident(bench: str) -> None:
     with sky.attach(bench) as compute:
         compute.resize(2)
         compute.submit(long(), name="steps")
-        with pytest.raises(sky.PoolError, match=r"runs the call steps of .*force=True"):
+        with pytest.raises(sky.errors.PoolError, match=r"runs the call steps of .*force=True"):
             compute.resize(1)
     assert documents("ps")[0]["state"] == "stays, 1 call by name"
     for verb in ("stop", "down"):
@@ -189,7 +189,9 @@ def test_a_call_by_name_that_runs_is_not_ended_by_accident(bench: str) -> None:
         assert f"end it with `sky cancel {bench} steps`, or pass --force" in refused
     with sky.attach(bench) as compute:
         compute.submit(long(), name="more")
-        with pytest.raises(sky.PoolError, match=r"runs the calls steps of .*, more of .* NAME`"):
+        with pytest.raises(
+            sky.errors.PoolError, match=r"runs the calls steps of .*, more of .* NAME`"
+        ):
             compute.down()
         compute.resize(1, force=True)
         assert len(compute.nodes) == 1
@@ -203,11 +205,13 @@ def test_a_pool_on_which_a_script_runs_does_not_shrink(bench: str, tmp_path: Pat
         compute.resize((1, 2))
         compute.resize(2)
         job = documents("run", str(path), "--on", bench, "--detach")["id"]
-        with pytest.raises(sky.PoolError, match=f"{bench}: runs {job} of .*force=True"):
+        with pytest.raises(sky.errors.PoolError, match=f"{bench}: runs {job} of .*force=True"):
             compute.resize(1)
         assert compute._open_fleet._shrink(lambda count: 1) == 2, "nor for idleness"
         assert len(pid() @ compute) == 2
-        with pytest.raises(sky.ConfigurationError, match=r"resize\(\(0, 2\)\): .* at least one"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match=r"resize\(\(0, 2\)\): .* at least one"
+        ):
             compute.resize((0, 2))
         compute.resize(1, force=True)
         assert len(pid() @ compute) == 1
@@ -247,7 +251,7 @@ def test_a_client_with_an_imported_record_does_not_undo_down(
 
 def test_a_pool_is_stopped_and_started_again(bench: str) -> None:
     run("stop", bench)
-    with pytest.raises(sky.PoolError, match="is stopped; `sky start bench`"):
+    with pytest.raises(sky.errors.PoolError, match="is stopped; `sky start bench`"):
         sky.attach(bench)
     assert documents("ps")[0]["state"] == "stopped"
     assert "already" in run("stop", bench, code=1).stderr
@@ -280,7 +284,7 @@ def test_down_ends_a_pool_whose_agent_is_gone(bench: str) -> None:
 
 def test_down_ends_a_pool_whose_record_is_damaged(bench: str) -> None:
     keeping.path_of(bench).write_text("{half")
-    with pytest.raises(sky.PoolError, match=r"bench\.json is damaged.*`sky down`"):
+    with pytest.raises(sky.errors.PoolError, match=r"bench\.json is damaged.*`sky down`"):
         sky.attach(bench)
     run("down", bench, "--yes")
     assert bench not in keeping.names()

@@ -174,7 +174,7 @@ def test_a_pool_whose_agents_are_all_gone_is_forgotten(bench: str, eventually: E
     for each in killed:
         os.kill(each, signal.SIGKILL)
     eventually(lambda: not any(map(psutil.pid_exists, killed)), what="the end of the agents")
-    with pytest.raises(sky.PoolError, match="its machines are gone, so its record is, too"):
+    with pytest.raises(sky.errors.PoolError, match="its machines are gone, so its record is, too"):
         sky.attach(bench)
     assert bench not in keeping.names()
     CliRunner().invoke(command, ["down", "bench", "--yes"])
@@ -222,7 +222,7 @@ def test_a_pool_ends_by_itself_when_nobody_uses_it(home: Path, eventually: Event
     with sky.Compute(name="brief", keep=0.5, options=QUIET):
         pass
     eventually(lambda: agents(home) == [], what="the end of the pool")
-    with pytest.raises(sky.PoolError, match="its machines are gone"):
+    with pytest.raises(sky.errors.PoolError, match="its machines are gone"):
         sky.attach("brief")
 
 
@@ -241,11 +241,11 @@ def test_a_command_on_one_node_keeps_all_nodes_of_the_pool(
 
 
 def test_a_pool_of_no_name_cannot_stay() -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"keep=True\): .* needs a name"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"keep=True\): .* needs a name"):
         sky.Compute(keep=True)
-    with pytest.raises(sky.ConfigurationError, match="has at least one node"):
+    with pytest.raises(sky.errors.ConfigurationError, match="has at least one node"):
         sky.Compute(name="none", keep=True, nodes=(0, 2))
-    with pytest.raises(sky.ConfigurationError, match="cannot be called 'a/b'"):
+    with pytest.raises(sky.errors.ConfigurationError, match="cannot be called 'a/b'"):
         sky.Compute(name="a/b", keep=True)
 
 

@@ -172,10 +172,12 @@ def test_a_port_that_nobody_serves_is_closed_at_once(pool: ReachedPool) -> None:
         with socket.create_connection(("127.0.0.1", forwarding.port), PATIENCE) as connection:
             assert connection.recv(1) == b""
     with pool.service(1, "forward") as service:
-        with pytest.raises(sky.PoolError, match=f"nothing answers at port {port} of the node"):
+        with pytest.raises(
+            sky.errors.PoolError, match=f"nothing answers at port {port} of the node"
+        ):
             service.ask("connect", port=port)
     with pool.service(1, "forward") as service:
-        with pytest.raises(sky.PoolError, match="port"):
+        with pytest.raises(sky.errors.PoolError, match="port"):
             service.ask("connect", port=70000)
 
 

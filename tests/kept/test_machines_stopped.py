@@ -157,7 +157,7 @@ def test_machines_of_a_pool_that_was_not_stopped_go_with_it_again(
 
 def test_it_is_not_forgotten(record: KeptPool, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Stopped("i-0", 0), Stopped("i-1", 1))
-    with pytest.raises(sky.PoolError) as caught:
+    with pytest.raises(sky.errors.PoolError) as caught:
         sky.attach("cloud")
     message = str(caught.value)
     assert message.startswith("cloud is stopped: its machines do not run any more (i-0, i-1)")
@@ -175,10 +175,10 @@ def test_it_is_started_as_a_pool_that_was_stopped(
 
     def again(record: KeptPool) -> Any:
         begun.append(record)
-        raise sky.PoolError("enough")
+        raise sky.errors.PoolError("enough")
 
     monkeypatch.setattr(attaching.Compute, "_again", again)
-    with pytest.raises(sky.PoolError, match="enough"):
+    with pytest.raises(sky.errors.PoolError, match="enough"):
         attaching.start_pool("cloud")
     assert begun == [keeping.read("cloud")]
     assert (begun[0].stopped, begun[0].count, begun[0].nodes) == (True, 2, [])
@@ -190,6 +190,6 @@ def test_a_pool_without_any_machine_is_forgotten(
 ) -> None:
     use(monkeypatch)
     assert occupancy.occupancy(record).state == "gone"
-    with pytest.raises(sky.PoolError, match="its machines are gone, so its record is, too"):
+    with pytest.raises(sky.errors.PoolError, match="its machines are gone, so its record is, too"):
         sky.attach("cloud")
     assert keeping.names() == []

@@ -149,7 +149,7 @@ def test_a_rank_that_fails_ends_a_broadcast_by_name(compute: sky.Compute) -> Non
     with pytest.raises(sky.BroadcastError, match=r"rank 1 .* failed first: ValueError") as caught:
         future.result()
     assert isinstance(caught.value.exceptions[0], ValueError)
-    assert isinstance(caught.value.exceptions[1], sky.TaskCancelledError)
+    assert isinstance(caught.value.exceptions[1], sky.errors.TaskCancelledError)
 
 
 def test_a_generator_that_fails_ends_those_of_the_other_ranks(
@@ -166,7 +166,7 @@ def test_a_generator_that_fails_ends_those_of_the_other_ranks(
     first, second = compute.broadcast(epochs(), name="epochs").result()
     assert (next(first), next(second)) == (1, 1)
     gate.touch()
-    with pytest.raises(sky.TaskCancelledError, match=r"because rank 1 \(node 1\) failed"):
+    with pytest.raises(sky.errors.TaskCancelledError, match=r"because rank 1 \(node 1\) failed"):
         next(first)
     with pytest.raises(ValueError, match="boom"):
         next(second)
@@ -269,7 +269,7 @@ def test_items_come_while_their_generator_goes_on(
         theirs = other.result("going")
         assert next(theirs) == "first"
         assert found(other, "going").state == "running"
-    with pytest.raises(sky.PoolClosedError, match=r"left the pool; going goes on"):
+    with pytest.raises(sky.errors.PoolClosedError, match=r"left the pool; going goes on"):
         next(theirs)
     gate.touch()
     assert list(mine) == ["second"]
@@ -328,9 +328,9 @@ def test_a_stream_without_an_end_says_why(compute: sky.Compute, gate: Path) -> N
     until(lambda: found(compute, "endless").state == "done")
     stream = Path(compute._calls.look("endless").folder, "stream-0")
     os.truncate(stream, 0)
-    with pytest.raises(sky.PoolError, match="endless has no result: ") as caught:
+    with pytest.raises(sky.errors.PoolError, match="endless has no result: ") as caught:
         next(compute.result("endless"))
-    assert caught.type is sky.PoolError
+    assert caught.type is sky.errors.PoolError
 
 
 def test_retries_and_timeouts_are_those_of_any_call(compute: sky.Compute, tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_calls_wait_for_their_turn_and_can_be_cancelled(compute: sky.Compute, ga
     third = compute.submit(place(), name="third", on=1)
     assert found(compute, "second").state == "queued"
     compute.cancel("second")
-    with pytest.raises(sky.TaskCancelledError):
+    with pytest.raises(sky.errors.TaskCancelledError):
         second.result()
     assert first.cancel()
     until(lambda: found(compute, "first").state == "cancelled")
@@ -365,34 +365,42 @@ def test_calls_wait_for_their_turn_and_can_be_cancelled(compute: sky.Compute, ga
 
 def test_a_name_in_use_is_refused_with_what_to_do(compute: sky.Compute, gate: Path) -> None:
     compute.submit(wait_for(str(gate)), name="taken")
-    with pytest.raises(sky.ConfigurationError, match=r"cancel\('taken'\) ends it; give another"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"cancel\('taken'\) ends it; give another"
+    ):
         compute.submit(place(), name="taken")
-    with pytest.raises(sky.ConfigurationError, match=r"'taken' has not ended; compute.cancel"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"'taken' has not ended; compute.cancel"
+    ):
         compute.forget("taken")
     gate.touch()
     assert compute.result("taken") == "through the gate"
-    with pytest.raises(sky.ConfigurationError, match=r"done: .* compute.forget\('taken'\) frees"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"done: .* compute.forget\('taken'\) frees"
+    ):
         compute.submit(place(), name="taken")
     compute.forget("taken")
     assert compute.submit(place(3), name="taken", on=1).result() == 3
 
 
 def test_what_cannot_be_kept_by_name_is_refused(compute: sky.Compute) -> None:
-    with pytest.raises(sky.SerializationError, match="argument 'path' of wait_for"):
+    with pytest.raises(sky.errors.SerializationError, match="argument 'path' of wait_for"):
         compute.submit(wait_for(threading.Lock()), name="lock")  # type: ignore[arg-type]
-    with pytest.raises(sky.ConfigurationError, match="there is no call named 'lock'"):
+    with pytest.raises(sky.errors.ConfigurationError, match="there is no call named 'lock'"):
         compute.result("lock")
-    with pytest.raises(sky.ConfigurationError, match="a call cannot be named 'a b'"):
+    with pytest.raises(sky.errors.ConfigurationError, match="a call cannot be named 'a b'"):
         compute.submit(place(), name="a b")
-    with pytest.raises(sky.ConfigurationError, match="give a name, such as 'run-7'"):
+    with pytest.raises(sky.errors.ConfigurationError, match="give a name, such as 'run-7'"):
         compute.submit(place(), name="")
     for method in (compute.forget, compute.kept):
-        with pytest.raises(sky.ConfigurationError, match=rf"^{method.__name__}\(''\): give a name"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match=rf"^{method.__name__}\(''\): give a name"
+        ):
             method("")
-    with pytest.raises(sky.ConfigurationError, match="name the plain function"):
+    with pytest.raises(sky.errors.ConfigurationError, match="name the plain function"):
         compute.submit(sky.remote(place)(), name="remote")
     with sky.Compute(options=QUIET) as short:
-        with pytest.raises(sky.ConfigurationError, match=r"make it with .*keep=True"):
+        with pytest.raises(sky.errors.ConfigurationError, match=r"make it with .*keep=True"):
             short.submit(place(), name="short")
 
 
@@ -473,7 +481,9 @@ def test_calls_that_have_not_begun_outlive_the_process_that_runs_them(
 def test_a_client_that_leaves_says_that_the_call_goes_on(pool: str, gate: Path) -> None:
     with sky.attach(pool) as leaving:
         future = leaving.submit(wait_for(str(gate)), name="left")
-    with pytest.raises(sky.PoolClosedError, match=r"left goes on, .*compute.result\('left'\)"):
+    with pytest.raises(
+        sky.errors.PoolClosedError, match=r"left goes on, .*compute.result\('left'\)"
+    ):
         future.result()
     gate.touch()
     with sky.attach(pool) as coming:

@@ -59,7 +59,7 @@ def test_a_slow_generator_may_be_cut_off_any_number_of_times() -> None:
         agent.opened += 1
         yield agent
 
-    with pytest.raises(sky.PoolError, match="slow has no result: after five"):
+    with pytest.raises(sky.errors.PoolError, match="slow has no result: after five"):
         next(ItemStreams(asking).items(CALL, 0))
 
 

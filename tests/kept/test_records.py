@@ -35,7 +35,7 @@ def test_a_pool_of_another_machine_is_left_alone(bench: str) -> None:
     keeping.write(msgspec.structs.replace(record, nodes=there))
     try:
         assert occupancy(keeping.read(bench)).state == "stays, out of reach"
-        with pytest.raises(sky.PoolError, match="it stays on elsewhere, and this is"):
+        with pytest.raises(sky.errors.PoolError, match="it stays on elsewhere, and this is"):
             sky.attach(bench)
         refused = CliRunner().invoke(command, ["down", bench])
         assert "it stays on elsewhere" in refused.stderr
@@ -85,7 +85,11 @@ def test_down_without_a_name_leaves_a_pool_whose_record_cannot_be_read(
 
 
 def test_force_takes_the_lock_from_whoever_has_it(bench: str) -> None:
-    with reach(bench) as pool, pool.lock(), pytest.raises(sky.PoolError, match="is changing it"):
+    with (
+        reach(bench) as pool,
+        pool.lock(),
+        pytest.raises(sky.errors.PoolError, match="is changing it"),
+    ):
         pool.lock()
     with reach(bench) as pool, pool.lock(), pool.lock(force=True):
         pass
@@ -100,5 +104,5 @@ def test_a_command_that_runs_counts_as_use(home: Path, eventually: Callable[...,
         assert head.ask("who")["idle"] == 0.0
         os.kill(agent, 0)
     eventually(lambda: not detached.running(Path(keeping.read("brief").nodes[0].machine)))
-    with pytest.raises(sky.PoolError, match="its machines are gone"):
+    with pytest.raises(sky.errors.PoolError, match="its machines are gone"):
         sky.attach("brief")

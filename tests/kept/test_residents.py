@@ -273,7 +273,7 @@ def test_a_value_is_lost_with_its_process(bench: str) -> None:
         process = process_of(compute, tensor)
     os.kill(process, signal.SIGKILL)
     with sky.attach(bench) as compute:
-        with pytest.raises(sky.StateLostError, match=r"doomed.*cpu on node 0.*SIGKILL"):
+        with pytest.raises(sky.errors.StateLostError, match=r"doomed.*cpu on node 0.*SIGKILL"):
             compute.kept("doomed")
         (lost,) = (each for each in compute.kept_values() if each.name == "doomed")
         assert "SIGKILL" in lost.lost

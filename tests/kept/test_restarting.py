@@ -31,20 +31,20 @@ class Shop:
         return [SimpleNamespace(id="m1", node=0, address="a", ended=True)]
 
     async def check_stop(self, pool: str) -> None:
-        raise sky.PoolError("the shop is closed")
+        raise sky.errors.PoolError("the shop is closed")
 
     async def stop(self, pool: str) -> float | None:
         self.stopped.append(pool)
         return None
 
 
-def start(monkeypatch: pytest.MonkeyPatch, journalled: object) -> sky.PoolError:
+def start(monkeypatch: pytest.MonkeyPatch, journalled: object) -> sky.errors.PoolError:
     """The error of a start that fails, when its machines cannot be stopped again either."""
 
     def again(record: object) -> object:
         class Failing:
             def __enter__(self) -> None:
-                raise sky.PoolError("no machine came up")
+                raise sky.errors.PoolError("no machine came up")
 
             def __exit__(self, *_: object) -> None: ...
 
@@ -58,7 +58,7 @@ def start(monkeypatch: pytest.MonkeyPatch, journalled: object) -> sky.PoolError:
     monkeypatch.setattr(attaching, "Journal", lambda: None)
     monkeypatch.setattr(attaching, "recorded_pools", lambda journal: journalled)
     monkeypatch.setattr(attaching, "halt", lambda *_: cleaned)
-    with pytest.raises(sky.PoolError, match="no machine came up") as caught:
+    with pytest.raises(sky.errors.PoolError, match="no machine came up") as caught:
         attaching.start_pool("train")
     return caught.value
 
@@ -79,7 +79,7 @@ def test_a_provider_that_does_not_stop_a_pool_says_why(monkeypatch: pytest.Monke
     running = SimpleNamespace(**{**vars(RECORD), "stopped": False})
     monkeypatch.setattr(attaching.keeping, "read", lambda name: running)
     monkeypatch.setattr(attaching, "provider_of", lambda record: Shop())
-    with pytest.raises(sky.PoolError) as caught:
+    with pytest.raises(sky.errors.PoolError) as caught:
         attaching.stop_pool("train", force=False)
     assert str(caught.value) == (
         "train: the shop is closed; `sky down train` ends it, `sky up train` makes it anew"
@@ -113,11 +113,11 @@ def test_what_has_found_the_machines_of_a_pool_that_cannot_be_read_is_ended(
             self.closed = True
 
     def again(record: object) -> None:
-        raise sky.PoolError("a plugin of it is not there")
+        raise sky.errors.PoolError("a plugin of it is not there")
 
     reached = Reached()
     monkeypatch.setattr(attaching, "reach", lambda name, forget: reached)
     monkeypatch.setattr(attaching.Compute, "_again", again)
-    with pytest.raises(sky.PoolError, match="a plugin of it is not there"):
+    with pytest.raises(sky.errors.PoolError, match="a plugin of it is not there"):
         sky.attach("train")
     assert (reached.given_out, reached.closed) == (False, True)

@@ -52,7 +52,9 @@ def test_a_handle_of_a_client_that_has_left_says_so(kept: str) -> None:
         sky.dict("handles")["marked"] = compute.run(sky.cls(Marked)(), on=0)
         assert compute.run(asks(), on=1)
     with sky.attach(kept) as compute:
-        with pytest.raises(sky.InstanceLostError, match=r"Marked\.there .*client that .* has left"):
+        with pytest.raises(
+            sky.errors.InstanceLostError, match=r"Marked\.there .*client that .* has left"
+        ):
             compute.run(asks(), on=1)
         requests = sky.queue(sky.dict("handles")["marked"]._desk)
         assert requests.qsize() == 0, "nobody would take a request from there"

@@ -73,7 +73,7 @@ def test_a_value_that_is_read_stays_while_others_replace_it(bench: str) -> None:
 def test_an_unknown_name_is_refused_with_those_that_there_are(bench: str) -> None:
     with sky.attach(bench) as compute:
         compute.keep("here", 1)
-        with pytest.raises(sky.ConfigurationError, match=r"it keeps .*here"):
+        with pytest.raises(sky.errors.ConfigurationError, match=r"it keeps .*here"):
             compute.kept("nowhere")
         compute.forget("here")
         assert "here" not in compute.kept_names()
@@ -110,5 +110,5 @@ def test_tensors_of_a_device_do_not_cross_the_wire(bench: str) -> None:
 def test_tensors_of_two_nodes_need_two_names(bench: str) -> None:
     with sky.attach(bench) as compute:
         both = [torch.ones(2, device=each) for each in compute.devices("cpu")]
-        with pytest.raises(sky.ConfigurationError, match="several names"):
+        with pytest.raises(sky.errors.ConfigurationError, match="several names"):
             compute.keep("both", both)

@@ -321,7 +321,7 @@ def test_leaving_a_pool_in_an_outage_does_not_take_long(
     for network in far.networks.values():
         network._flowing.set()
     for future in futures:
-        with pytest.raises(sky.PoolClosedError):
+        with pytest.raises(sky.errors.PoolClosedError):
             future.result(60)
     large.join(60)
     assert not large.is_alive()

@@ -20,8 +20,8 @@ import pytest
 
 import skyward as sky
 from skyward import page
+from skyward.curves import Curves
 from skyward.events import CallFinished, CallStarted
-from skyward.numbers import Curves
 from skyward.page import metrics
 from skyward.page.hub import BATCHES_WAITING, Hub, Viewer, hub
 from skyward.page.sampling import Samples
@@ -161,7 +161,9 @@ def test_other_paths_and_methods_are_refused(url: str) -> None:
 def test_a_port_in_use_is_refused_with_the_next_step() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(sky.ConfigurationError, match=rf"port {port}: .*; give another port"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match=rf"port {port}: .*; give another port"
+        ):
             PageServer(hub, port=port)
 
 
@@ -376,7 +378,7 @@ def test_a_page_ends_with_its_pool() -> None:
     assert "gone" in kinds
     with pytest.raises(ConnectionRefusedError):
         get(url)
-    with pytest.raises(sky.PoolClosedError, match="is closed; its page ended with it"):
+    with pytest.raises(sky.errors.PoolClosedError, match="is closed; its page ended with it"):
         compute.ui()
     # Those of earlier tests may end meanwhile.
     assert not threads() - before

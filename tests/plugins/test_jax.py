@@ -143,7 +143,10 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_first(pool: sky.Compute
 
     with pytest.raises(sky.BroadcastError, match=r"rank 1 .* failed first: ValueError: boom") as e:
         train() @ pool
-    assert [type(each) for each in e.value.exceptions] == [ValueError, sky.TaskCancelledError]
+    assert [type(each) for each in e.value.exceptions] == [
+        ValueError,
+        sky.errors.TaskCancelledError,
+    ]
     assert sum_over_devices() @ pool == [[3.0, 3.0, 3.0]] * 2
 
 

@@ -294,7 +294,8 @@ def test_a_failing_hook_is_named_with_node_and_traceback(hook: str, nothing_left
     plugin = getattr(sky.Plugin.create("fragile"), f"with_{hook}")(broken)
     with (
         pytest.raises(
-            sky.PluginError, match=r"(?s)node 0.*'fragile'.*LookupError: no such thing.*broken"
+            sky.errors.PluginError,
+            match=r"(?s)node 0.*'fragile'.*LookupError: no such thing.*broken",
         ),
         sky.Compute(plugins=[plugin], options=QUIET),
     ):
@@ -304,7 +305,9 @@ def test_a_failing_hook_is_named_with_node_and_traceback(hook: str, nothing_left
 def test_a_failing_command_is_shown_with_its_output(nothing_left: None) -> None:
     plugin = sky.Plugin.create("shell").with_bootstrap("echo out; echo err >&2; exit 7")
     with (
-        pytest.raises(sky.PluginError, match=r"(?s)'shell'.*bootstrap.*exit status 7:\nout\nerr"),
+        pytest.raises(
+            sky.errors.PluginError, match=r"(?s)'shell'.*bootstrap.*exit status 7:\nout\nerr"
+        ),
         sky.Compute(plugins=[plugin], options=QUIET),
     ):
         pass
@@ -313,7 +316,9 @@ def test_a_failing_command_is_shown_with_its_output(nothing_left: None) -> None:
 def test_a_failing_around_client_takes_the_pool_down(nothing_left: None) -> None:
     plugin = sky.Plugin.create("fragile").with_around_client(broken)
     with (
-        pytest.raises(sky.PluginError, match="'fragile': its around_client failed: LookupError"),
+        pytest.raises(
+            sky.errors.PluginError, match="'fragile': its around_client failed: LookupError"
+        ),
         sky.Compute(plugins=[plugin], options=QUIET),
     ):
         pass
@@ -326,7 +331,7 @@ def test_a_failing_decorator_fails_the_call_by_name() -> None:
     plugin = sky.Plugin.create("fragile").with_decorate(decorate)
     with (
         sky.Compute(plugins=[plugin], options=QUIET) as compute,
-        pytest.raises(sky.PluginError, match="'fragile': its decorate failed: LookupError"),
+        pytest.raises(sky.errors.PluginError, match="'fragile': its decorate failed: LookupError"),
     ):
         pid() >> compute
 
@@ -354,28 +359,28 @@ def test_leaving_may_fail_without_hanging(nothing_left: None) -> None:
     ],
 )
 def test_what_is_no_list_of_plugins_is_refused(given: Any, words: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=words):
+    with pytest.raises(sky.errors.ConfigurationError, match=words):
         sky.Compute(plugins=given)
 
 
 def test_hooks_must_be_functions_and_names_words() -> None:
-    with pytest.raises(sky.ConfigurationError, match="decorate is a function, not"):
+    with pytest.raises(sky.errors.ConfigurationError, match="decorate is a function, not"):
         sky.Plugin("x", decorate=3)  # type: ignore[arg-type]
-    with pytest.raises(sky.ConfigurationError, match="one word"):
+    with pytest.raises(sky.errors.ConfigurationError, match="one word"):
         sky.Plugin.create("two words")
 
 
 def test_a_transform_must_return_an_image() -> None:
     plugin = sky.Plugin.create("x").with_transform(lambda image, cluster: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(sky.ConfigurationError, match="'x' turned the image into"):
+    with pytest.raises(sky.errors.ConfigurationError, match="'x' turned the image into"):
         sky.Compute(plugins=[plugin])
 
 
 def test_a_group_needs_a_network_and_one_process_a_rank() -> None:
     plugin = sky.Plugin.create("group").with_distributed()
-    with pytest.raises(sky.ConfigurationError, match=r"cluster=False.*'group' needs one"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"cluster=False.*'group' needs one"):
         sky.Compute(plugins=[plugin], options=sky.Options(cluster=False))
-    with pytest.raises(sky.ConfigurationError, match=r"write Worker\(per_node=2\)"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"write Worker\(per_node=2\)"):
         sky.Compute(plugins=[plugin], worker=sky.Worker(concurrency=2))
 
 
@@ -448,7 +453,7 @@ def test_a_task_whose_group_is_over_starts_tasks_but_no_broadcast(
         pids = [pid() >> sky, pid() >> sky]
         try:
             pid() @ sky
-        except sky.PoolError as problem:
+        except sky.errors.PoolError as problem:
             return first, *pids, str(problem)
         return first, *pids, "it ran"
 
@@ -521,7 +526,7 @@ def test_a_generator_that_fails_ends_those_of_the_other_ranks(
     assert (next(first), next(second)) == (1, 1)
     (tmp_path / "gate").touch()
     why = r"was cancelled on node 0, because rank 1 \(node 1\) failed: ValueError: boom"
-    with pytest.raises(sky.TaskCancelledError, match=why):
+    with pytest.raises(sky.errors.TaskCancelledError, match=why):
         next(first)
     with pytest.raises(ValueError, match="boom"):
         next(second)
@@ -602,7 +607,7 @@ def test_a_hook_that_ends_its_process_fails_the_start(nothing_left: None) -> Non
 
     plugin = sky.Plugin.create("dying").with_around_process(dying)
     with (
-        pytest.raises(sky.PluginError, match=r"ended in a plugin's hook.*exit status 11"),
+        pytest.raises(sky.errors.PluginError, match=r"ended in a plugin's hook.*exit status 11"),
         sky.Compute(plugins=[plugin], options=QUIET),
     ):
         pass
@@ -632,14 +637,16 @@ def test_a_command_that_hangs_ends_with_the_pool(
 def test_what_cannot_be_sent_or_listed_is_refused_by_name() -> None:
     lock = threading.Lock()
     unsendable = sky.Plugin.create("locked").with_decorate(lambda f: (lock, f)[1])
-    with pytest.raises(sky.PluginError, match="plugin 'locked' cannot be sent"):
+    with pytest.raises(sky.errors.PluginError, match="plugin 'locked' cannot be sent"):
         sky.Compute(plugins=[unsendable])
     letters = sky.Plugin.create("letters").with_bootstrap(lambda cluster: "mkdir x")
-    with pytest.raises(sky.PluginError, match="plugin 'letters': its bootstrap failed"):
+    with pytest.raises(sky.errors.PluginError, match="plugin 'letters': its bootstrap failed"):
         sky.Compute(plugins=[letters])
 
 
 def test_one_group_a_pool() -> None:
     plugins = [sky.plugins.torch(), sky.plugins.jax()]
-    with pytest.raises(sky.ConfigurationError, match="'torch' and 'jax' both make the workers"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match="'torch' and 'jax' both make the workers"
+    ):
         sky.Compute(nodes=2, plugins=plugins)

@@ -150,7 +150,7 @@ def test_the_token_is_not_shown() -> None:
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=words):
+    with pytest.raises(sky.errors.ConfigurationError, match=words):
         sky.plugins.ray(**given)
 
 

@@ -223,7 +223,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_first(
     first, cancelled = raised.value.exceptions
     assert isinstance(first, ValueError)
     assert 'raise ValueError("boom")' in first.__notes__[0]
-    assert isinstance(cancelled, sky.TaskCancelledError)
+    assert isinstance(cancelled, sky.errors.TaskCancelledError)
     assert cancelled.collective == "all_reduce"
     assert [type(outcome.error) for outcome in raised.value.outcomes] == [
         type(cancelled),
@@ -362,7 +362,9 @@ def test_a_node_that_never_arrives_is_named(nothing_left: None) -> None:
 
     plugins = [sky.Plugin.create("absent").with_around_process(absent), sky.plugins.torch()]
     with (
-        pytest.raises(sky.PluginError, match=r"node 1 worker 0 did not arrive at .* within 2 s"),
+        pytest.raises(
+            sky.errors.PluginError, match=r"node 1 worker 0 did not arrive at .* within 2 s"
+        ),
         sky.Compute(nodes=2, plugins=plugins, options=QUIET),
     ):
         pass
@@ -401,7 +403,7 @@ def test_packages_and_index_are_appended(accelerator: Any, wheels: str) -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=words):
+    with pytest.raises(sky.errors.ConfigurationError, match=words):
         sky.plugins.torch(**arguments)
 
 

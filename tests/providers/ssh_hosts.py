@@ -220,13 +220,13 @@ async def serving(machine: SSHMachine, script: str) -> tuple[asyncio.Task[int], 
     return task, "unix:" + out.decode().strip()
 
 
-def refusal(provider: sky.SSH, kind: type[sky.SkywardError] = sky.UnreachableError) -> str:
+def refusal(provider: sky.SSH, kind: type[sky.SkywardError] = sky.errors.UnreachableError) -> str:
     """What creating a machine says when it cannot be."""
 
     async def attempt() -> str:
         with pytest.raises(kind) as caught:
             await provider.create(Order("t-refused", 0, plain_request()))
-        assert isinstance(caught.value, sky.PoolStartError)
+        assert isinstance(caught.value, sky.errors.PoolStartError)
         assert connections.hosts_held() == 0
         return str(caught.value)
 

@@ -252,7 +252,7 @@ def test_an_instance_that_was_taken_away_is_known_to_be_gone(ec2: Gateway) -> No
         (taken,) = outcome.machines
         await asyncio.to_thread(ec2.account.terminate, taken.id)
         assert not await taken.alive()
-        with pytest.raises(sky.UnreachableError, match=f"the instance {taken.id} has ended"):
+        with pytest.raises(sky.errors.UnreachableError, match=f"the instance {taken.id} has ended"):
             await taken.run(["true"])
         await taken.destroy()
 
@@ -515,7 +515,7 @@ def test_an_instance_ends_itself_when_the_client_is_gone(
 
     async def short_lived(outcome: Outcome) -> None:
         (each,) = outcome.machines
-        with pytest.raises((sky.UnreachableError, AssertionError)):
+        with pytest.raises((sky.errors.UnreachableError, AssertionError)):
             assert await each.run(["sleep", "60"]) == 0
         await ended(each)
 
@@ -537,6 +537,6 @@ def test_an_instance_ends_itself_when_the_client_is_gone(
 
 def test_a_pool_that_cannot_start_leaves_nothing(ec2: Gateway) -> None:
     ec2.fail("RunInstances", "UnauthorizedOperation")
-    with pytest.raises(sky.PoolStartError, match="may not do ec2:RunInstances"):
+    with pytest.raises(sky.errors.PoolStartError, match="may not do ec2:RunInstances"):
         with sky.Compute(provider(), nodes=2, options=QUIET):
             pass

@@ -88,7 +88,7 @@ def test_spot_instances_are_not_stopped(aws: Gateway) -> None:
         allocation = seller.allocate("p1")
         await allocation.get(Order("p1", 0, a_request(allocation="spot", keep=True)))
         try:
-            with pytest.raises(sky.PoolError) as caught:
+            with pytest.raises(sky.errors.PoolError) as caught:
                 await seller.check_stop("p1")
             return str(caught.value)
         finally:
@@ -108,12 +108,12 @@ def test_an_instance_that_is_out_of_room_stays_stopped(aws: Gateway) -> None:
             assert await seller.stop("p1") is None
             aws.remove(unpriced)
             full = aws.fail("StartInstances", "InsufficientInstanceCapacity")
-            with pytest.raises(sky.UnavailableError) as caught:
+            with pytest.raises(sky.errors.UnavailableError) as caught:
                 await allocation.get(order)
             aws.remove(full)
             (found,) = await allocation.find()
             assert (found.id, found.ended) == (bought.id, True)
-            with pytest.raises(sky.UnreachableError, match=f"{bought.id} is stopped"):
+            with pytest.raises(sky.errors.UnreachableError, match=f"{bought.id} is stopped"):
                 await found.run(["true"])
             again = await allocation.get(order)
             assert (again.id, again.offer) == (bought.id, bought.offer)
@@ -206,7 +206,9 @@ def test_an_instance_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(instances, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(instances, "START_SECONDS", 0.0)
     account: Any = StoppedAgain()
-    with pytest.raises(sky.UnavailableError, match=r"i-1 is still stopped .*: key is disabled"):
+    with pytest.raises(
+        sky.errors.UnavailableError, match=r"i-1 is still stopped .*: key is disabled"
+    ):
         asyncio.run(instances.Instances(account, "p1").start(StoppedAgain.instance))
 
 
@@ -229,7 +231,7 @@ def test_a_client_with_another_address_is_let_in(
             monkeypatch.setattr(machine, "PROBE_SECONDS", 0.1)
             monkeypatch.setattr(machine, "_answers", nobody_answers)
             (found,) = await allocation.find()
-            with pytest.raises(sky.UnreachableError, match="was not reached"):
+            with pytest.raises(sky.errors.UnreachableError, match="was not reached"):
                 await found.reach()
         finally:
             await remove(allocation)

@@ -53,7 +53,7 @@ def test_another_account_is_never_taken_for_the_pools_own(aws: Gateway) -> None:
     other = sky.AWS(**mine | {"account": "999999999999"})
     for ask in (other.allocate("p").find(), other.allocate("p").sweep()):
         with pytest.raises(
-            sky.ConfigurationError, match=r"are of the account .* needs 999999999999"
+            sky.errors.ConfigurationError, match=r"are of the account .* needs 999999999999"
         ):
             asyncio.run(ask)
 

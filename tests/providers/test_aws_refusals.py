@@ -41,7 +41,7 @@ def test_without_credentials_it_says_what_to_run(
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(sky.UnavailableError) as caught:
+    with pytest.raises(sky.errors.UnavailableError) as caught:
         with sky.Compute(sky.AWS(), nodes=2, options=QUIET):
             pass
     assert "no AWS credentials were found for the default profile" in str(caught.value)
@@ -71,7 +71,7 @@ sso_role_name = dev
 
 @pytest.mark.parametrize("profile", ["corp", "old"])
 def test_a_login_that_has_expired_says_how_to_log_in_again(profiles: Path, profile: str) -> None:
-    with pytest.raises(sky.UnavailableError) as caught:
+    with pytest.raises(sky.errors.UnavailableError) as caught:
         Account(profile=profile).call("ec2", "describe_subnets")
     assert f"the AWS login of the profile '{profile}' has expired" in str(caught.value)
     assert f"`aws sso login --profile {profile}`" in str(caught.value)
@@ -81,7 +81,7 @@ def test_a_login_that_has_expired_says_how_to_log_in_again(profiles: Path, profi
 @only_in_all
 def test_credentials_that_have_expired_end_a_launch_with_advice(aws: Gateway) -> None:
     aws.fail("*", "RequestExpired", when=lambda call: call.service == "ec2", times=2)
-    with pytest.raises(sky.UnavailableError) as caught:
+    with pytest.raises(sky.errors.UnavailableError) as caught:
         Account().call("ec2", "describe_subnets")
     assert "credentials of the default profile have expired" in str(caught.value)
     assert "a running pool goes on with the new ones by itself" in str(caught.value)
@@ -104,7 +104,7 @@ def test_new_credentials_are_read_when_the_old_ones_have_expired(
     account = Account()
     account.call("ec2", "describe_subnets")
     aws.fail("*", "ExpiredToken", when=lambda call: call.key == "OLD")
-    with pytest.raises(sky.UnavailableError, match="have expired: run `aws sso login`"):
+    with pytest.raises(sky.errors.UnavailableError, match="have expired: run `aws sso login`"):
         account.call("ec2", "describe_subnets")
     give("NEW")
     assert account.call("ec2", "describe_subnets")["Subnets"]
@@ -120,7 +120,7 @@ def test_credentials_that_come_later_are_read(
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     account = Account()
-    with pytest.raises(sky.UnavailableError, match="no AWS credentials were found"):
+    with pytest.raises(sky.errors.UnavailableError, match="no AWS credentials were found"):
         account.call("ec2", "describe_subnets")
     file.write_text("[default]\naws_access_key_id = NEW\naws_secret_access_key = x\n")
     assert account.call("ec2", "describe_subnets")["Subnets"]
@@ -152,7 +152,7 @@ def test_a_message_that_hides_the_action_still_names_it(aws: Gateway) -> None:
 
 
 def test_a_profile_that_does_not_exist_names_those_that_do(profiles: Path) -> None:
-    with pytest.raises(sky.ConfigurationError) as caught:
+    with pytest.raises(sky.errors.ConfigurationError) as caught:
         sky.Compute(sky.AWS(profile="mine"))
     assert "(mine) could not be found; there are: corp, old" in str(caught.value)
 
@@ -161,7 +161,7 @@ def test_an_endpoint_that_does_not_answer_says_so(
     aws: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    with pytest.raises(sky.UnreachableError) as caught:
+    with pytest.raises(sky.errors.UnreachableError) as caught:
         Account("us-moon-1").call("ec2", "describe_subnets", attempts=1)
     assert "AWS does not answer" in str(caught.value)
     assert "that the region's name is right" in str(caught.value)
@@ -229,7 +229,7 @@ def test_what_is_named_and_is_not_there_is_refused_before_anything_is_made(
 def test_arguments_that_mean_nothing_are_refused_at_once(
     arguments: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(sky.ConfigurationError) as caught:
+    with pytest.raises(sky.errors.ConfigurationError) as caught:
         sky.AWS(**arguments)
     assert says in str(caught.value)
 

@@ -129,7 +129,9 @@ def test_access_through_systems_manager_needs_its_plugin(
     aws: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(sky.ConfigurationError, match="session-manager-plugin, which is not on"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match="session-manager-plugin, which is not on"
+    ):
         sky.Compute(sky.AWS(access="ssm"))
     assert aws.calls == []
 
@@ -237,7 +239,9 @@ def test_a_reservation_that_cannot_be_used_says_why(
 
 
 def test_reserved_capacity_is_no_spot_capacity(aws: Gateway) -> None:
-    with pytest.raises(sky.ConfigurationError, match="reserved capacity is no spot capacity"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match="reserved capacity is no spot capacity"
+    ):
         sky.AWS(reservation="cr-1").check(a_request(allocation="spot"))
 
 
@@ -527,7 +531,7 @@ def test_what_others_have_made_is_out_of_its_reach(aws: Gateway, policy: dict[st
     ec2 = aws.account.ec2()
     (other,) = ec2.run_instances(ImageId=IMAGES["x86_64"], MinCount=1, MaxCount=1)["Instances"]
     aws.policy = policy
-    with pytest.raises(sky.UnavailableError, match="may not do ec2:TerminateInstances"):
+    with pytest.raises(sky.errors.UnavailableError, match="may not do ec2:TerminateInstances"):
         Account().call("ec2", "terminate_instances", InstanceIds=[other["InstanceId"]])
     ec2.terminate_instances(InstanceIds=[other["InstanceId"]])
 
@@ -656,6 +660,6 @@ def test_sweeping_waits_while_the_group_is_in_use(
 def test_a_second_region_has_machines_of_its_own(aws: Gateway) -> None:
     outcome = attempt(sky.AWS().in_region("eu-north-1"))
     assert (outcome.offer.region, outcome.offer.zone) == ("eu-north-1", "eu-north-1a")
-    with pytest.raises(sky.ConfigurationError, match="two regions; give only one") as caught:
+    with pytest.raises(sky.errors.ConfigurationError, match="two regions; give only one") as caught:
         sky.AWS(region="us-east-1").in_region("eu-north-1")
     assert "with AWS(region='us-east-1'):" in str(caught.value)

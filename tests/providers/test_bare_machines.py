@@ -112,7 +112,7 @@ def test_a_machine_without_glibc_gets_a_uv_that_runs_there(image: str, tmp_path:
         pytest.skip("apt has no static shell to offer here")
     nowhere = {"UV_PYTHON_INSTALL_MIRROR": "file:///nowhere"}
     quiet = sky.Options(console=False)
-    with pytest.raises(sky.ImageError) as caught:
+    with pytest.raises(sky.errors.ImageError) as caught:
         with sky.Compute(
             sky.Container(bare.MUSL_IMAGE), image=sky.Image(env=nowhere), options=quiet
         ):

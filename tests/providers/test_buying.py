@@ -50,7 +50,9 @@ class TestArguments:
     def test_a_shop_sells_nothing_that_the_request_forbids(self, shop: Shop) -> None:
         shop.stock.offers = [an_offer("dear", 1.0)]
         for forbids in ({"max_hourly_cost": 0.1}, {"allocation": "spot"}):
-            with pytest.raises(sky.PoolStartError, match="nothing of that kind, or nothing so"):
+            with pytest.raises(
+                sky.errors.PoolStartError, match="nothing of that kind, or nothing so"
+            ):
                 sky.Compute(shop, options=QUIET, **forbids).start()
         shop.stock.offers.append(an_offer("free", 0.0))
         with sky.Compute(shop, max_hourly_cost=0.1, options=QUIET) as compute:
@@ -76,7 +78,7 @@ class TestArguments:
     def test_what_only_a_seller_understands_is_refused_by_others(
         self, shop: Shop, what: str, value: Any
     ) -> None:
-        with pytest.raises(sky.ConfigurationError) as refused:
+        with pytest.raises(sky.errors.ConfigurationError) as refused:
             sky.Compute(sky.SSH(["host"]), **{what: value})
         assert f"Compute({what}={value!r}): the provider 'ssh' sells no machines" in str(
             refused.value
@@ -126,7 +128,7 @@ class TestArguments:
     def test_a_value_that_means_nothing_is_refused(
         self, shop: Shop, what: str, value: Any, advice: str
     ) -> None:
-        with pytest.raises(sky.ConfigurationError) as refused:
+        with pytest.raises(sky.errors.ConfigurationError) as refused:
             sky.Compute(shop, **{what: value})
         assert f"Compute({what}={value!r}): {advice}" in str(refused.value)
 
@@ -145,10 +147,14 @@ class TestTimeToLive:
             running, waiting = (wait_for(str(tmp_path / "never")) > compute for _ in range(2))
             compute._open_fleet._expire(600)
             for future in (running, waiting):
-                with pytest.raises(sky.PoolClosedError, match="time to live of 600 s is over"):
+                with pytest.raises(
+                    sky.errors.PoolClosedError, match="time to live of 600 s is over"
+                ):
                     future.result(30)
             eventually(lambda: not state.pools())
-            with pytest.raises(sky.PoolClosedError, match=r"is over; give Compute a larger ttl"):
+            with pytest.raises(
+                sky.errors.PoolClosedError, match=r"is over; give Compute a larger ttl"
+            ):
                 wait_for("/") >> compute
         assert "mine: its time to live of 600 s is over; it ends" in capsys.readouterr().err
 
@@ -160,5 +166,7 @@ class TestTimeToLive:
         assert not state.pools()
 
     def test_ends_a_start_that_takes_longer(self, shop: Shop, nothing_left: None) -> None:
-        with pytest.raises(sky.PoolStartError, match=r"did not start: .*time to live of 0.05 s"):
+        with pytest.raises(
+            sky.errors.PoolStartError, match=r"did not start: .*time to live of 0.05 s"
+        ):
             sky.Compute(shop, ttl=0.05, options=QUIET).__enter__()

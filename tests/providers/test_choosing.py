@@ -56,7 +56,7 @@ def test_or_the_first(dear: Shop, cheap: Shop) -> None:
     assert bought(sky.Compute.any(specs(dear, cheap), choose="first", options=QUIET)) == "dear"
 
 
-@pytest.mark.parametrize("problem", [sky.UnavailableError, sky.UnreachableError])
+@pytest.mark.parametrize("problem", [sky.errors.UnavailableError, sky.errors.UnreachableError])
 def test_what_cannot_be_had_is_passed_over_with_a_line(
     dear: Shop,
     cheap: Shop,
@@ -80,7 +80,7 @@ def test_what_cannot_be_had_is_passed_over_with_a_line(
 def test_a_provider_that_tells_no_price_is_passed_over(
     dear: Shop, cheap: Shop, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cheap.stock.unpaid = [sky.UnavailableError("no credentials")]
+    cheap.stock.unpaid = [sky.errors.UnavailableError("no credentials")]
     assert bought(sky.Compute.any(specs(cheap, dear), options=QUIET)) == "dear"
     assert "is passed over: no credentials" in capsys.readouterr().err
 
@@ -88,8 +88,8 @@ def test_a_provider_that_tells_no_price_is_passed_over(
 def test_if_none_can_be_had_the_error_has_every_reason(
     dear: Shop, cheap: Shop, state: Journal, nothing_left: None
 ) -> None:
-    cheap.stock.failures = [sky.UnavailableError("sold out")]
-    dear.stock.failures = [sky.UnreachableError("no answer")]
+    cheap.stock.failures = [sky.errors.UnavailableError("sold out")]
+    dear.stock.failures = [sky.errors.UnreachableError("no answer")]
     pool = sky.Compute.any(
         [
             sky.Spec(cheap, region="there-2"),
@@ -98,7 +98,7 @@ def test_if_none_can_be_had_the_error_has_every_reason(
         options=QUIET,
         name="p",
     )
-    with pytest.raises(sky.UnavailableError) as failed:
+    with pytest.raises(sky.errors.UnavailableError) as failed:
         pool.__enter__()
     assert str(failed.value) == (
         "p did not start: none of its 2 specs is available; add another spec, or try again later:"
@@ -109,9 +109,10 @@ def test_if_none_can_be_had_the_error_has_every_reason(
 
 
 def test_a_single_spec_is_told_in_the_same_way(dear: Shop) -> None:
-    dear.stock.failures = [sky.UnreachableError("no answer")]
+    dear.stock.failures = [sky.errors.UnreachableError("no answer")]
     with pytest.raises(
-        sky.UnavailableError, match=r"its only spec is not.*\n- shop on demand in here-1: no a"
+        sky.errors.UnavailableError,
+        match=r"its only spec is not.*\n- shop on demand in here-1: no a",
     ):
         sky.Compute.any(specs(dear), options=QUIET).__enter__()
 
@@ -129,14 +130,14 @@ def test_specs_are_told_apart_by_what_they_ask_for(dear: Shop) -> None:
 
 
 def test_another_failure_is_raised_at_once(dear: Shop, cheap: Shop) -> None:
-    cheap.stock.failures = [sky.ImageError("no such package")]
-    with pytest.raises(sky.ImageError, match="no such package"):
+    cheap.stock.failures = [sky.errors.ImageError("no such package")]
+    with pytest.raises(sky.errors.ImageError, match="no such package"):
         sky.Compute.any(specs(cheap, dear), options=QUIET).__enter__()
     assert not dear.stock.orders
 
 
 def test_calls_run_on_what_was_chosen(dear: Shop, cheap: Shop) -> None:
-    cheap.stock.failures = [sky.UnavailableError("sold out")] * 2
+    cheap.stock.failures = [sky.errors.UnavailableError("sold out")] * 2
     with sky.Compute.any(specs(cheap, dear), nodes=2, options=QUIET) as compute:
         assert len(sky.function(os.getpid)() @ compute) == 2
 
@@ -152,7 +153,7 @@ def test_everything_is_checked_when_it_is_made(dear: Shop) -> None:
         (specs(dear), {"ttl": 0}, "give a number above 0"),
     ]
     for given, more, message in wrong:
-        with pytest.raises(sky.ConfigurationError, match=message):
+        with pytest.raises(sky.errors.ConfigurationError, match=message):
             sky.Compute.any(given, **more)
     for arguments, message in (
         ({"provider": sky.Local}, "give an instance, not the class"),
@@ -163,7 +164,7 @@ def test_everything_is_checked_when_it_is_made(dear: Shop) -> None:
         ({"provider": sky.SSH}, r"expected sky.SSH\(...\) \(give an instance"),
         ({"provider": dear, "allocation": "cheap"}, r"Spec\(allocation='cheap'\): choose"),
     ):
-        with pytest.raises(sky.ConfigurationError, match=message):
+        with pytest.raises(sky.errors.ConfigurationError, match=message):
             sky.Spec(**arguments)  # type: ignore[arg-type]
     assert not dear.stock.requests
 

@@ -148,7 +148,7 @@ class TestTheOneInTheDocumentation(ProviderSuite):
 
         async def scenario() -> None:
             provider = importlib.import_module("folders").Folders("/nowhere/at/all")
-            with pytest.raises(sky.PoolStartError, match=r"node 0: .*No such file"):
+            with pytest.raises(sky.errors.PoolStartError, match=r"node 0: .*No such file"):
                 await provider.create(Order("t-nowhere", 0, machine_request))
 
         asyncio.run(scenario())

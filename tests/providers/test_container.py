@@ -134,7 +134,7 @@ def test_torch_trains_across_containers() -> None:
 def test_an_image_nobody_has_is_named(state: Journal) -> None:
     provider = podman.provider(image="localhost/nowhere:1")
 
-    with pytest.raises(sky.PoolStartError, match=r"localhost/nowhere:1.*Container\(image="):
+    with pytest.raises(sky.errors.PoolStartError, match=r"localhost/nowhere:1.*Container\(image="):
         with sky.Compute(provider, options=QUIET):
             pass
     assert state.pools() == []
@@ -143,7 +143,9 @@ def test_an_image_nobody_has_is_named(state: Journal) -> None:
 def test_without_a_service_the_error_says_what_was_tried(state: Journal) -> None:
     provider = podman.provider(host="unix:///nowhere/docker.sock")
 
-    with pytest.raises(sky.ConfigurationError, match=r"no Docker or Podman answers at unix:///now"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"no Docker or Podman answers at unix:///now"
+    ):
         with sky.Compute(provider, options=QUIET):
             pass
     assert state.pools() == []

@@ -38,7 +38,7 @@ def test_a_pool_stays_in_containers_is_stopped_and_starts_again_with_its_files()
 
     assert podman_says("ps", "--format", "{{.Names}}") == ""
     assert kept_pools.shown("boxes")["state"] == "stopped"
-    with pytest.raises(sky.PoolError, match="boxes is stopped; `sky start boxes`"):
+    with pytest.raises(sky.errors.PoolError, match="boxes is stopped; `sky start boxes`"):
         sky.attach("boxes")
 
     assert kept_pools.says("start", "boxes") == "boxes: 2 nodes started\n"
@@ -63,7 +63,7 @@ def test_a_client_that_attached_replaces_a_container_that_was_killed(
         assert kept_pools.pid() >> compute
     podman_says("kill", name)
     assert kept_pools.shown("box")["state"] == "stopped"
-    with pytest.raises(sky.PoolError, match=f"box is stopped: .*{name}.*`sky start box`"):
+    with pytest.raises(sky.errors.PoolError, match=f"box is stopped: .*{name}.*`sky start box`"):
         sky.attach("box")
     assert kept_pools.says("start", "box") == "box: 1 node started\n"
     with sky.attach("box") as compute:

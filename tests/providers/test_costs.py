@@ -173,10 +173,10 @@ class TestPools:
         self, shop: Shop, nodes: int | tuple[int, int], capsys: pytest.CaptureFixture[str]
     ) -> None:
         shop.stock.offers = []
-        shop.stock.failures = [sky.UnavailableError("there is no such machine")] * 2
+        shop.stock.failures = [sky.errors.UnavailableError("there is no such machine")] * 2
         compute = sky.Compute(shop, nodes=nodes, options=LOUD, name="p")
         if nodes == 2:
-            with pytest.raises(sky.UnavailableError, match="there is no such machine"):
+            with pytest.raises(sky.errors.UnavailableError, match="there is no such machine"):
                 compute.__enter__()
         else:
             with compute:
@@ -187,8 +187,8 @@ class TestPools:
         assert "price" not in said
 
     def test_a_provider_that_does_not_answer_ends_the_start(self, shop: Shop) -> None:
-        shop.stock.unpaid = [sky.UnavailableError("no credentials")]
-        with pytest.raises(sky.UnavailableError, match="no credentials"):
+        shop.stock.unpaid = [sky.errors.UnavailableError("no credentials")]
+        with pytest.raises(sky.errors.UnavailableError, match="no credentials"):
             sky.Compute(shop, options=LOUD).__enter__()
         assert not shop.stock.orders
 
@@ -202,7 +202,7 @@ class TestPools:
             yield
 
         plugin = sky.Plugin.create("broken").with_around_client(broken)
-        with pytest.raises(sky.PluginError, match="no licence"):
+        with pytest.raises(sky.errors.PluginError, match="no licence"):
             sky.Compute(shop, plugins=[plugin], options=LOUD, name="p").__enter__()
         last = capsys.readouterr().err.splitlines()[-1]
         assert "p: did not start; cost $" in last
@@ -223,7 +223,7 @@ class TestBuyingInVain:
         monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.0, 0.0))
 
         async def boot() -> None:
-            raise sky.UnreachableError("it does not answer")
+            raise sky.errors.UnreachableError("it does not answer")
 
         shop.stock.boot = boot
         return shop
@@ -253,7 +253,7 @@ class TestBuyingInVain:
 
     def test_what_was_never_bought_is_tried_again(self, unreachable: Shop) -> None:
         unreachable.stock.boot = None
-        unreachable.stock.failures = [sky.UnavailableError("sold out")] * 5
+        unreachable.stock.failures = [sky.errors.UnavailableError("sold out")] * 5
         with sky.Compute(unreachable, nodes=(0, 1), options=LOUD) as compute:
             assert (square(2) > compute).result(30) == 4
         assert len(unreachable.stock.orders) == 6
@@ -375,11 +375,11 @@ class TestJournal:
 
         async def boot() -> None:
             clock.minutes = 6
-            raise sky.UnreachableError("it does not answer")
+            raise sky.errors.UnreachableError("it does not answer")
 
         shop.stock.boot = boot
         host = host_of(shop, state, ledger)
-        with pytest.raises(sky.UnreachableError):
+        with pytest.raises(sky.errors.UnreachableError):
             provider_loop.submit(host.prepare()).result()
         clock.minutes = 60
 

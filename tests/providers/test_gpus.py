@@ -72,7 +72,7 @@ def test_gpu_code_can_be_tried_where_there_is_none(
 @pytest.mark.parametrize("version", ["3.4.4", "4.3.1", "5.3.2"])
 def test_a_podman_that_would_ignore_the_request_is_refused(tmp_path: Path, version: str) -> None:
     with serving(tmp_path, podman(version)) as service:
-        with pytest.raises(sky.ConfigurationError) as caught:
+        with pytest.raises(sky.errors.ConfigurationError) as caught:
             create(tmp_path, sky.accelerators.H100())
     assert "accelerator=H100-80GB: Podman " + version in str(caught.value)
     assert "Podman 5.4 or newer" in str(caught.value)
@@ -103,7 +103,7 @@ def test_a_machine_without_the_gpus_says_which_and_what_to_do(
     tmp_path: Path, version: dict[str, Any], said: str, step: str
 ) -> None:
     with serving(tmp_path, version, said) as service:
-        with pytest.raises(sky.PoolStartError) as caught:
+        with pytest.raises(sky.errors.PoolStartError) as caught:
             create(tmp_path, sky.accelerators.H100(), node=3)
     message = str(caught.value)
     assert message.startswith("accelerator=H100-80GB: node 3 needs GPU 3 of the machine")
@@ -114,12 +114,16 @@ def test_a_machine_without_the_gpus_says_which_and_what_to_do(
 
 def test_a_refusal_for_another_reason_is_not_about_gpus(tmp_path: Path) -> None:
     with serving(tmp_path, DOCKER, "no space left on device"):
-        with pytest.raises(sky.PoolStartError, match="the container did not start: no space"):
+        with pytest.raises(
+            sky.errors.PoolStartError, match="the container did not start: no space"
+        ):
             create(tmp_path, sky.accelerators.H100())
 
 
 def test_what_no_container_can_have_is_refused_at_once() -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"accelerator=MI300X-192GB: .*NVIDIA GPUs"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"accelerator=MI300X-192GB: .*NVIDIA GPUs"
+    ):
         sky.Compute(sky.Container(), accelerator=sky.accelerators.MI300X())
 
 
@@ -144,7 +148,9 @@ def test_a_machine_with_fewer_than_asked_for_is_no_node(
 ) -> None:
     monkeypatch.delenv("SKYWARD_DEVICE", raising=False)
     environment, wanted = machine_with(*has_cards), sky.accelerators.L4(count=2)
-    with pytest.raises(sky.PoolStartError, match=rf"accelerator=L4-24GB:2: node 0, .* has {has}"):
+    with pytest.raises(
+        sky.errors.PoolStartError, match=rf"accelerator=L4-24GB:2: node 0, .* has {has}"
+    ):
         check_accelerators(environment, 0, wanted)
     check_accelerators(environment, 0, None)
     check_accelerators(environment, 0, sky.accelerators.MI300X())
@@ -157,7 +163,7 @@ def test_a_mixed_machine_serves_with_the_cards_that_match(monkeypatch: pytest.Mo
     mixed = machine_with(T4, L4, L4)
     check_accelerators(mixed, 0, sky.accelerators.L4(count=2))
     check_accelerators(mixed, 0, sky.accelerators.T4())
-    with pytest.raises(sky.PoolStartError, match="has 1 x Tesla T4, 2 x NVIDIA L4"):
+    with pytest.raises(sky.errors.PoolStartError, match="has 1 x Tesla T4, 2 x NVIDIA L4"):
         check_accelerators(mixed, 0, sky.accelerators.L4(count=3))
 
 
@@ -276,7 +282,7 @@ def test_this_machine_is_asked_for_its_own_cards(
         sky.accelerators.Custom("RTX 4090", "48GB"),
     ):
         has = r"has 1 x NVIDIA GeForce RTX 4090 \(24564 MiB\), 1 x NVIDIA A100-SXM4-40GB; choose"
-        with pytest.raises(sky.ConfigurationError, match=rf"accelerator={wanted}: .*{has}"):
+        with pytest.raises(sky.errors.ConfigurationError, match=rf"accelerator={wanted}: .*{has}"):
             sky.Compute(accelerator=wanted)
 
 
@@ -285,7 +291,9 @@ def test_a_host_without_gpus_is_no_node(sshd: Sshd, monkeypatch: pytest.MonkeyPa
         pytest.skip("this one may have them")
     monkeypatch.delenv("SKYWARD_DEVICE", raising=False)
     accelerator, quiet = sky.accelerators.H100(), sky.Options(console=False)
-    with pytest.raises(sky.PoolStartError, match=r"accelerator=H100-80GB: node 0, .* has no GPU"):
+    with pytest.raises(
+        sky.errors.PoolStartError, match=r"accelerator=H100-80GB: node 0, .* has no GPU"
+    ):
         with sky.Compute(sshd.provider(), accelerator=accelerator, options=quiet):
             pass
 
@@ -299,5 +307,7 @@ def test_a_real_podman_is_known_by_its_version(tmp_path: Path) -> None:
         pytest.skip("this one gives GPUs where it has them")
     provider = sky.Container("localhost/hostbind:1")
     request = Request(sky.accelerators.T4(), None, None, Image(), ())
-    with pytest.raises(sky.ConfigurationError, match=f"accelerator=T4-16GB: Podman {said} gives"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=f"accelerator=T4-16GB: Podman {said} gives"
+    ):
         asyncio.run(provider.create(Order("p", 0, request)))

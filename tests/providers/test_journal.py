@@ -82,7 +82,7 @@ class Watched(sky.Local):
         """Note what is on record."""
         (record,) = Journal().pools()
         self.found[:] = [(each.node, each.id) for each in record.machines]
-        raise sky.PoolStartError("there is no machine")
+        raise sky.errors.PoolStartError("there is no machine")
 
 
 def test_a_machine_is_on_record_before_it_is_made_and_not_if_there_is_none(
@@ -92,7 +92,7 @@ def test_a_machine_is_on_record_before_it_is_made_and_not_if_there_is_none(
     provider, order = Watched(), Order(pool, 3, WISH)
     host = Host(provider, provider.allocate(pool), order, journal)
 
-    with pytest.raises(sky.PoolStartError, match="there is no machine"):
+    with pytest.raises(sky.errors.PoolStartError, match="there is no machine"):
         provider_loop.submit(host.prepare()).result()
 
     assert Watched.found == [(3, None)]
@@ -107,7 +107,7 @@ class Uncertain(sky.Local):
 
     async def create(self, order: Order) -> Any:
         """Fail, as where the answer to a request is lost."""
-        problem = sky.PoolStartError("nobody answers")
+        problem = sky.errors.PoolStartError("nobody answers")
         problem.leaves_machine = True
         raise problem
 
@@ -124,7 +124,7 @@ def test_a_machine_that_may_have_been_made_stays_on_record_until_it_was_looked_f
     provider, order = Uncertain(), Order(pool, 3, WISH)
     host = Host(provider, provider.allocate(pool), order, journal)
 
-    with pytest.raises(sky.PoolStartError, match="nobody answers"):
+    with pytest.raises(sky.errors.PoolStartError, match="nobody answers"):
         provider_loop.submit(host.prepare()).result()
     assert [each.node for each in journal.pools()[0].machines] == [3]
 
@@ -173,7 +173,9 @@ def test_many_writers_share_it(journal: Journal) -> None:
 def test_a_journal_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
 
-    with pytest.raises(sky.PoolStartError, match=r"journal .* cannot be used.*SKYWARD_STATE"):
+    with pytest.raises(
+        sky.errors.PoolStartError, match=r"journal .* cannot be used.*SKYWARD_STATE"
+    ):
         opened(Journal(tmp_path / "state" / "journal.sqlite"))
 
 
@@ -235,7 +237,7 @@ class TestCommands:
         folder = made(journal, pool, 0)
 
         async def unreachable(self: sky.Local, pool: str) -> list[object]:
-            raise sky.UnreachableError("nobody answers")
+            raise sky.errors.UnreachableError("nobody answers")
 
         monkeypatch.setattr(sky.Local, "find", unreachable)
         failed = CliRunner().invoke(command, ["down", "mine", "--yes"])

@@ -201,7 +201,7 @@ def _lose(namespace: kube.Namespace, journal: Journal, pod: str, way: str) -> No
         provider = namespace.provider()
         (machine,) = asyncio.run(provider.allocate(journal.pools()[0].id).find())
         # The pod may be gone before the command has said how it ended.
-        with contextlib.suppress(sky.UnreachableError):
+        with contextlib.suppress(sky.errors.UnreachableError):
             asyncio.run(machine.run(["sh", "-c", "kill 1"]))
 
 
@@ -396,12 +396,12 @@ class Refusals:
         order = Order(f"refused-{name.replace(' ', '-')}", 0, request, tell=told.append)
         try:
             machine = await provider.allocate(order.pool).get(order)
-        except (sky.PoolStartError, sky.ConfigurationError) as problem:
+        except (sky.errors.PoolStartError, sky.errors.ConfigurationError) as problem:
             self.errors[name] = str(problem)
             return
         try:
             await machine.run(["sleep", "20"])
-        except sky.PoolStartError as problem:
+        except sky.errors.PoolStartError as problem:
             self.errors[name] = str(problem)
         await machine.destroy()
 
@@ -511,7 +511,9 @@ def test_without_rights_the_error_names_what_is_forbidden(
         namespace=namespace.name,
     )
     order = Order("denied", 0, plain_request())
-    with pytest.raises(sky.PoolStartError, match=r"cannot create resource .*jobs.* has the Role"):
+    with pytest.raises(
+        sky.errors.PoolStartError, match=r"cannot create resource .*jobs.* has the Role"
+    ):
         asyncio.run(kube.provider(kubeconfig).allocate("denied").get(order))
 
 
@@ -532,7 +534,9 @@ def test_a_right_that_is_needed_later_is_missed_at_once(
         namespace=namespace.name,
     )
     order = Order("denied", 0, plain_request())
-    with pytest.raises(sky.PoolStartError, match=r"cannot patch resource .*jobs.* has the Role"):
+    with pytest.raises(
+        sky.errors.PoolStartError, match=r"cannot patch resource .*jobs.* has the Role"
+    ):
         asyncio.run(kube.provider(kubeconfig).allocate("denied").get(order))
     assert namespace.objects(ending=False) == set()
 

@@ -37,7 +37,7 @@ def test_a_pool_that_nobody_uses_takes_its_job_with_it(namespace: kube.Namespace
     """The container waits for more than a minute, and the cluster for half of one."""
     kept_pools.start(namespace.provider(), "pods", keep=1)
     namespace.until_empty(seconds=180)
-    with pytest.raises(sky.PoolError, match="its machines are gone, so its record is, too"):
+    with pytest.raises(sky.errors.PoolError, match="its machines are gone, so its record is, too"):
         sky.attach("pods")
     kept_pools.says("down", "pods", "--yes")
 

@@ -118,14 +118,16 @@ def test_context_and_namespace_are_pinned_when_the_provider_is_made(kubeconfig: 
     ],
 )
 def test_wrong_arguments_are_refused(kubeconfig: Path, given: dict[str, Any], words: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=words):
+    with pytest.raises(sky.errors.ConfigurationError, match=words):
         sky.Kubernetes(**given)
 
 
 def test_a_kubeconfig_without_a_current_context_names_those_it_has(kubeconfig: Path) -> None:
     kubeconfig.write_text(yaml.safe_dump(CONFIG | {"current-context": ""}))
 
-    with pytest.raises(sky.ConfigurationError, match="no current context; name one of home, work"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match="no current context; name one of home, work"
+    ):
         sky.Kubernetes()
 
 
@@ -146,7 +148,7 @@ def test_in_a_pod_its_own_credentials_are_used(
 def test_a_token_shows_in_no_error(kubeconfig: Path) -> None:
     reached = access.Access(access.resolve(None, None, None))
 
-    with pytest.raises(sky.UnreachableError, match="does not answer") as caught:
+    with pytest.raises(sky.errors.UnreachableError, match="does not answer") as caught:
         reached.get("pods")
     assert reached.token == "secret"
     assert "secret" not in str(caught.value)
@@ -294,7 +296,7 @@ def test_volumes_of_every_kind() -> None:
     ],
 )
 def test_volumes_that_no_pod_can_have(kubeconfig: Path, source: str, words: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=words):
+    with pytest.raises(sky.errors.ConfigurationError, match=words):
         sky.Kubernetes().check(request(volumes=(sky.Volume(source, "/data"),)))
 
 

@@ -188,7 +188,9 @@ def test_a_compute_that_exists_is_used_and_replaced_if_it_is_to_be_another(
         assert pod.spec.containers[0].resources.requests == {"cpu": "200m"}
         # Another object, in the same process; its storage keeps what is in it.
         assert await node.execute(shell, "cat /data/it") == "kept"
-        with pytest.raises(sky.ConfigurationError, match="uses that Job with other arguments"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match="uses that Job with other arguments"
+        ):
             async with Compute(name="shared", resources={"cpu": "300m"}, volumes=volumes):
                 pass
         assert await node.execute(shell, "cat /data/it") == "kept"

@@ -130,7 +130,7 @@ def test_a_start_that_fails_on_all_nodes_leaves_the_job_that_it_found(no_events:
         return await asyncio.gather(*both, return_exceptions=True)
 
     problems = asyncio.run(start())
-    assert [type(each) for each in problems] == [sky.PoolStartError] * 2
+    assert [type(each) for each in problems] == [sky.errors.PoolStartError] * 2
     assert ("jobs", "sky-a") not in cluster.deleted
 
 

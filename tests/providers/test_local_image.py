@@ -54,7 +54,7 @@ def problems(*pip: str) -> str:
     """The error for these requirements, or nothing."""
     try:
         image.check(Image(pip=list(pip)))
-    except sky.ImageError as error:
+    except sky.errors.ImageError as error:
         return str(error)
     return ""
 
@@ -165,7 +165,7 @@ def test_one_error_names_all_that_is_missing_and_the_commands() -> None:
         apt=["nosuchprogram", "ffmpeg", "removed", "ffmpeg=8"],
         includes=["/nonexistent", "/also/nonexistent"],
     )
-    with pytest.raises(sky.ImageError) as caught:
+    with pytest.raises(sky.errors.ImageError) as caught:
         image.check(wanted)
     message = str(caught.value)
     for line in (
@@ -201,7 +201,7 @@ def test_the_dpkg_of_this_machine_is_read() -> None:
     ).stdout
     first = next(line.split()[0] for line in said.splitlines() if line.endswith(" installed"))
     image.check(Image(apt=[first]))
-    with pytest.raises(sky.ImageError, match=r"apt: nosuchpackage-xyz \(not installed\)"):
+    with pytest.raises(sky.errors.ImageError, match=r"apt: nosuchpackage-xyz \(not installed\)"):
         image.check(Image(apt=[first, "nosuchpackage-xyz"]))
 
 
@@ -211,13 +211,15 @@ def test_python_is_judged_by_as_much_of_its_version_as_is_given() -> None:
     for same in ("auto", version, f"{major}.{minor}"):
         image.check_python(Image(python=same))
     for other in (f"{major}.{int(minor) + 1}", f"{major}.{minor}.99"):
-        with pytest.raises(sky.ConfigurationError, match=f"python='{other}'.*Python, {version}"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match=f"python='{other}'.*Python, {version}"
+        ):
             image.check_python(Image(python=other))
 
 
 def test_a_pool_does_not_start_without_what_its_image_asks_for() -> None:
     wanted = Image(pip=["skyward>=99"], includes=["/nonexistent"])
-    with pytest.raises(sky.ImageError, match=r"(?s)skyward>=99 .*there is no /nonexistent"):
+    with pytest.raises(sky.errors.ImageError, match=r"(?s)skyward>=99 .*there is no /nonexistent"):
         with sky.Compute(image=wanted, options=QUIET):
             pass
 

@@ -67,20 +67,20 @@ def test_a_provider_that_does_not_answer_is_passed_over(
     shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = Shop(root=str(tmp_path / "other"))
-    other.stock.unpaid = [sky.UnavailableError("the other shop is closed")]
+    other.stock.unpaid = [sky.errors.UnavailableError("the other shop is closed")]
     assert len(sky.offers(providers=[other, shop])) == 4
     assert "skyward: shop is passed over: the other shop is closed" in capsys.readouterr().err
 
 
 def test_the_only_provider_that_does_not_answer_is_an_error(shop: Shop) -> None:
-    shop.stock.unpaid = [sky.UnavailableError("no credentials; run `aws configure`")]
-    with pytest.raises(sky.UnavailableError, match="aws configure"):
+    shop.stock.unpaid = [sky.errors.UnavailableError("no credentials; run `aws configure`")]
+    with pytest.raises(sky.errors.UnavailableError, match="aws configure"):
         sky.offers()
 
 
 def test_without_a_shop_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "BUILT_IN", {"local": "skyward.providers.local:Local"})
-    with pytest.raises(sky.ConfigurationError, match="no provider that sells machines"):
+    with pytest.raises(sky.errors.ConfigurationError, match="no provider that sells machines"):
         sky.offers()
 
 
@@ -104,7 +104,7 @@ def test_without_a_shop_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_means_nothing_is_refused(shop: Shop, wanted: dict[str, Any], message: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=message):
+    with pytest.raises(sky.errors.ConfigurationError, match=message):
         sky.offers(**wanted)
 
 
@@ -168,7 +168,7 @@ class TestCommand:
         )
 
     def test_a_provider_that_does_not_answer_is_one_line(self, shop: Shop) -> None:
-        shop.stock.unpaid = [sky.UnavailableError("no credentials; run `aws configure`")]
+        shop.stock.unpaid = [sky.errors.UnavailableError("no credentials; run `aws configure`")]
         done = CliRunner().invoke(command, ["offers"])
         assert done.exit_code == 1
         assert done.stderr == "Error: no credentials; run `aws configure`\n"

@@ -119,7 +119,7 @@ def test_output_comes_at_once_and_not_with_the_end(machine: Here) -> None:
 
 
 def test_a_command_whose_shell_is_gone_is_lost(machine: Here) -> None:
-    with pytest.raises(sky.UnreachableError, match="its shell was killed"):
+    with pytest.raises(sky.errors.UnreachableError, match="its shell was killed"):
         ran(machine, "sh", "-c", "kill -9 $PPID")
 
 

@@ -233,7 +233,7 @@ def test_a_driver_out_of_reach_is_said_with_the_next_step(
         raise ConnectionRefusedError("no route")
 
     monkeypatch.setattr(DriverDoor, "open", refuse)
-    with pytest.raises(sky.UnreachableError) as caught:
+    with pytest.raises(sky.errors.UnreachableError) as caught:
         sky.Compute(emptied.provider(), options=QUIET).__enter__()
     assert "the driver runs in the cluster, but this machine cannot connect to it" in str(
         caught.value
@@ -468,7 +468,7 @@ def test_another_machine_of_the_user_can_end_the_job(emptied: RayCluster, state:
 def test_what_the_cluster_can_never_have_is_refused_at_once(
     emptied: RayCluster, asked: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(sky.PoolStartError, match=words):
+    with pytest.raises(sky.errors.PoolStartError, match=words):
         sky.Compute(emptied.provider(), **asked, options=QUIET).__enter__()
 
 
@@ -478,7 +478,7 @@ def test_what_a_node_waits_for_is_told(
 ) -> None:
     provider = emptied.provider(resources={"big": 2}, timeout=12)
     with sky.Compute(emptied.provider(resources={"big": 2}), options=QUIET):
-        with pytest.raises(sky.PoolStartError) as caught:
+        with pytest.raises(sky.errors.PoolStartError) as caught:
             sky.Compute(provider, options=sky.Options(console=True)).__enter__()
     said = "waiting for Ray to reserve 1 CPU and 2 big"
     assert said in capsys.readouterr().err
@@ -491,7 +491,9 @@ def test_what_a_node_waits_for_is_told(
 
 def test_a_wrong_token_is_said(ray: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-    with pytest.raises(sky.PoolStartError, match=r"the cluster refuses this user .*RAY_AUTH_TOKEN"):
+    with pytest.raises(
+        sky.errors.PoolStartError, match=r"the cluster refuses this user .*RAY_AUTH_TOKEN"
+    ):
         sky.Compute(ray.provider(), options=QUIET).__enter__()
 
 
@@ -505,7 +507,7 @@ def test_another_ray_than_the_clusters_is_said_by_name(
         "    ray.__version__ = '2.9.9'\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(sky.PoolStartError) as caught:
+    with pytest.raises(sky.errors.PoolStartError) as caught:
         sky.Compute(emptied.provider(address="auto"), options=QUIET).__enter__()
     assert "the Ray or the Python here is not the cluster's" in str(caught.value)
     assert "Ray: 2.9.9" in str(caught.value)
@@ -514,7 +516,9 @@ def test_another_ray_than_the_clusters_is_said_by_name(
 
 def test_where_nobody_answers_the_address_is_named() -> None:
     address = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(sky.UnreachableError, match=rf"Ray\('{address}'\): nobody answers there"):
+    with pytest.raises(
+        sky.errors.UnreachableError, match=rf"Ray\('{address}'\): nobody answers there"
+    ):
         sky.Compute(sky.Ray(address), options=QUIET).__enter__()
 
 
@@ -530,7 +534,7 @@ def test_where_nobody_answers_the_address_is_named() -> None:
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=words):
+    with pytest.raises(sky.errors.ConfigurationError, match=words):
         sky.Ray(**given)
 
 
@@ -550,11 +554,13 @@ def test_a_secret_header_is_not_described() -> None:
 
 
 def test_keys_that_no_other_machine_can_use_are_not_exported() -> None:
-    with pytest.raises(sky.PoolError, match="is a process of this machine, so no other machine"):
+    with pytest.raises(
+        sky.errors.PoolError, match="is a process of this machine, so no other machine"
+    ):
         Ray("auto").export_keys("p1")
-    with pytest.raises(sky.PoolError, match="export its record on the machine that made it"):
+    with pytest.raises(sky.errors.PoolError, match="export its record on the machine that made it"):
         Ray("http://head:8265").export_keys("p1")
-    with pytest.raises(sky.PoolError, match="the keys to the driver are damaged"):
+    with pytest.raises(sky.errors.PoolError, match="the keys to the driver are damaged"):
         Ray("http://head:8265").import_keys("p1", {"driver": "{"})
     assert records.pools() == []
 

@@ -80,15 +80,15 @@ def variables() -> dict[str, str]:
 
 def test_an_impossible_request_is_refused_at_once_in_slurms_own_words() -> None:
     with pytest.raises(
-        sky.ConfigurationError, match="Requested node configuration is not available"
+        sky.errors.ConfigurationError, match="Requested node configuration is not available"
     ):
         with sky.Compute(slurm_testbed.provider(), nodes=5, options=QUIET):
             pass
-    with pytest.raises(sky.ConfigurationError, match="invalid partition specified: nope"):
+    with pytest.raises(sky.errors.ConfigurationError, match="invalid partition specified: nope"):
         with sky.Compute(slurm_testbed.provider(partition="nope"), options=QUIET):
             pass
     with pytest.raises(
-        sky.ConfigurationError, match=r"not available.*the GPUs there: h100:2 on 2 nodes"
+        sky.errors.ConfigurationError, match=r"not available.*the GPUs there: h100:2 on 2 nodes"
     ):
         gpu = sky.accelerators.A100(count=2)
         with sky.Compute(slurm_testbed.provider(), accelerator=gpu, options=QUIET):
@@ -114,7 +114,7 @@ def test_a_home_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
 )
 def test_a_job_whose_keepers_do_not_start_says_why() -> None:
     said = r"has ended.*; it said: .*there is no apptainer on n"
-    with pytest.raises(sky.PoolStartError, match=said):
+    with pytest.raises(sky.errors.PoolStartError, match=said):
         with sky.Compute(slurm_testbed.provider(container="x"), options=QUIET):
             pass
 

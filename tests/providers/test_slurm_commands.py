@@ -139,7 +139,7 @@ def test_without_slurm_the_error_says_where_to_run(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    with pytest.raises(sky.ConfigurationError, match=r"no `squeue` .*Slurm\(login="):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"no `squeue` .*Slurm\(login="):
         asyncio.run(SlurmCluster(Here()).job("42"))
 
 
@@ -311,14 +311,14 @@ def test_a_refusal_comes_in_slurms_own_words(site: Site) -> None:
     site.answers("sbatch", "", error=said, status=1)
 
     with pytest.raises(
-        sky.ConfigurationError,
+        sky.errors.ConfigurationError,
         match="refuses the job: Batch job submission failed: Invalid account or account/partition",
     ):
         submit(sky.Slurm(), request())
     assert len(site.calls("sbatch")) == 1
 
     site.answers("sbatch", "", error="sbatch: error: QOSMaxSubmitJobPerUserLimit", status=1)
-    with pytest.raises(sky.UnavailableError, match="QOSMaxSubmitJobPerUserLimit"):
+    with pytest.raises(sky.errors.UnavailableError, match="QOSMaxSubmitJobPerUserLimit"):
         submit(sky.Slurm(), request())
 
 
@@ -331,7 +331,7 @@ def test_a_job_may_wait_for_nodes_that_are_down(site: Site) -> None:
     assert submit(sky.Slurm(partition="gpu"), request()) == "42"
 
     site.answers("sinfo", "idle\nmixed")
-    with pytest.raises(sky.ConfigurationError, match=f"refuses the job: {said}"):
+    with pytest.raises(sky.errors.ConfigurationError, match=f"refuses the job: {said}"):
         submit(sky.Slurm(partition="gpu"), request())
 
 
@@ -389,7 +389,7 @@ def test_the_keeper_runs_commands_in_the_container(site: Site, tmp_path: Path) -
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(given: dict[str, Any], match: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=match):
+    with pytest.raises(sky.errors.ConfigurationError, match=match):
         sky.Slurm(**given)
 
 
@@ -405,7 +405,7 @@ def test_a_volume_is_elsewhere_only_in_a_container() -> None:
     asked = request(volumes=(Volume("/scratch", "/data"),))
 
     sky.Slurm(container="x").check(asked)
-    with pytest.raises(sky.ConfigurationError, match="or give container="):
+    with pytest.raises(sky.errors.ConfigurationError, match="or give container="):
         sky.Slurm().check(asked)
 
 

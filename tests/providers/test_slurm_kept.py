@@ -42,7 +42,7 @@ def test_gc_ends_a_job_that_no_record_knows(
         removed = kept_pools.says("gc", "--provider", "slurm", "--all", "--yes")
         assert "1 machine" in removed
         assert slurm_testbed.jobs() == []
-    with pytest.raises(sky.PoolError, match="its machines are gone, so its record is, too"):
+    with pytest.raises(sky.errors.PoolError, match="its machines are gone, so its record is, too"):
         sky.attach("jobs")
     kept_pools.says("down", "jobs", "--yes")
 

@@ -138,7 +138,7 @@ def test_machines_on_one_host_share_one_connection(sshd: Sshd) -> None:
 def test_more_nodes_than_hosts_are_refused() -> None:
     provider = sky.SSH(["gpu1", "gpu2"])
 
-    with pytest.raises(sky.PoolStartError, match=r"SSH has 2 hosts \(gpu1, gpu2\)"):
+    with pytest.raises(sky.errors.PoolStartError, match=r"SSH has 2 hosts \(gpu1, gpu2\)"):
         asyncio.run(provider.create(Order("t-many", 2, plain_request())))
 
 
@@ -153,13 +153,15 @@ def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
             while not out:
                 await asyncio.sleep(0.005)
             sshd.lose(2)
-            with pytest.raises(sky.UnreachableError, match=r"127\.0\.0\.2.*connection was lost"):
+            with pytest.raises(
+                sky.errors.UnreachableError, match=r"127\.0\.0\.2.*connection was lost"
+            ):
                 await task
-            with pytest.raises(sky.UnreachableError, match="connection refused"):
+            with pytest.raises(sky.errors.UnreachableError, match="connection refused"):
                 await machine.alive()
-            with pytest.raises(sky.UnreachableError, match="connection refused"):
+            with pytest.raises(sky.errors.UnreachableError, match="connection refused"):
                 await machine.run(["true"])
-            with pytest.raises(sky.UnreachableError, match="connection refused"):
+            with pytest.raises(sky.errors.UnreachableError, match="connection refused"):
                 await machine.dial("tcp:127.0.0.1:1")
             assert await safe.alive()
 
@@ -167,7 +169,7 @@ def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
             found = await provider.find("t-lost")
             assert [each.node for each in found] == [0, 1]
             assert await found[0].alive()
-            with pytest.raises(sky.UnreachableError, match=r"127\.0\.0\.2"):
+            with pytest.raises(sky.errors.UnreachableError, match=r"127\.0\.0\.2"):
                 await found[1].destroy()
 
             sshd.up()
@@ -196,12 +198,12 @@ def test_a_host_that_falls_silent_is_noticed_and_connected_to_anew(
 
             try:
                 fall_silent()
-                with pytest.raises(sky.UnreachableError, match="no answer for 10 s"):
+                with pytest.raises(sky.errors.UnreachableError, match="no answer for 10 s"):
                     await machine.dial("tcp:127.0.0.1:1")
                 with pytest.raises(ConnectionRefusedError):
                     await machine.dial("tcp:127.0.0.1:1")
                 fall_silent()
-                with pytest.raises(sky.UnreachableError, match=r"no answer for 0\.5 s"):
+                with pytest.raises(sky.errors.UnreachableError, match=r"no answer for 0\.5 s"):
                     await machine.alive()
                 with pytest.raises(ConnectionRefusedError):
                     await machine.dial("tcp:127.0.0.1:1")
@@ -227,7 +229,7 @@ def test_a_connection_that_is_lost_refuses_nobody(sshd: Sshd) -> None:
             await asyncio.wait({task}, timeout=0.3)
             for process in silent:
                 process.kill()
-            with pytest.raises(sky.UnreachableError, match="the connection was lost"):
+            with pytest.raises(sky.errors.UnreachableError, match="the connection was lost"):
                 await task
 
     asyncio.run(scenario())

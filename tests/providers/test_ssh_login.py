@@ -27,7 +27,7 @@ def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_fix(
 ) -> None:
     empty = tmp_path / "known hosts"
 
-    message = refusal(sshd.provider(known_hosts=str(empty)), sky.HostKeyError)
+    message = refusal(sshd.provider(known_hosts=str(empty)), sky.errors.HostKeyError)
 
     shown = subprocess.run(
         ["ssh-keygen", "-lf", str(sshd.folder / "host1.pub")],
@@ -52,7 +52,7 @@ def test_a_changed_host_key_is_loud(sshd: Sshd, tmp_path: Path) -> None:
     other = (sshd.folder / "host2.pub").read_text()
     known.write_text(f"[127.0.0.1]:{sshd.port} {other}")
 
-    message = refusal(sshd.provider(known_hosts=str(known)), sky.HostKeyError)
+    message = refusal(sshd.provider(known_hosts=str(known)), sky.errors.HostKeyError)
 
     assert "ITS HOST KEY HAS CHANGED" in message
     assert f"ssh-keygen -f {known} -R '[127.0.0.1]:{sshd.port}'" in message
@@ -62,7 +62,7 @@ def test_an_ssh_config_that_turns_checking_off_does_not(sshd: Sshd, tmp_path: Pa
     config = tmp_path / "config"
     config.write_text("Host *\n  UserKnownHostsFile none\n  StrictHostKeyChecking no\n")
 
-    refusal(sshd.provider(config=str(config), known_hosts=None), sky.HostKeyError)
+    refusal(sshd.provider(config=str(config), known_hosts=None), sky.errors.HostKeyError)
 
 
 def test_hashed_names_are_known(sshd: Sshd, tmp_path: Path) -> None:
@@ -88,7 +88,9 @@ def test_an_authority_vouches_for_a_host(sshd: Sshd, tmp_path: Path) -> None:
 
     with another(sshd, tmp_path, *settings) as port:
         asyncio.run(created(sshd.provider("127.0.0.1", known_hosts=str(known), port=port)))
-        refusal(sshd.provider("127.0.0.1", known_hosts=str(strange), port=port), sky.HostKeyError)
+        refusal(
+            sshd.provider("127.0.0.1", known_hosts=str(strange), port=port), sky.errors.HostKeyError
+        )
 
 
 def test_a_login_that_was_refused_leaves_nothing_on_record(
@@ -99,7 +101,7 @@ def test_a_login_that_was_refused_leaves_nothing_on_record(
     make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
     subprocess.run(make, check=True)
     for _ in range(4):
-        with pytest.raises(sky.LoginError):
+        with pytest.raises(sky.errors.LoginError):
             sky.Compute(
                 sshd.provider(key=str(key)), nodes=2, options=sky.Options(console=False)
             ).__enter__()
@@ -111,7 +113,7 @@ def test_a_key_that_is_not_let_in_is_named(sshd: Sshd, tmp_path: Path) -> None:
     make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "stranger@test", "-f", str(key)]
     subprocess.run(make, check=True)
 
-    message = refusal(sshd.provider(key=str(key)), sky.LoginError)
+    message = refusal(sshd.provider(key=str(key)), sky.errors.LoginError)
 
     assert f"127.0.0.1:{sshd.port}: no login as {sshd.user!r}" in message
     assert "stranger@test (SHA256:" in message
@@ -134,7 +136,7 @@ def test_a_key_with_a_passphrase_needs_the_agent(
 ) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
 
-    message = refusal(sshd.provider(key=str(locked_key)), sky.LoginError)
+    message = refusal(sshd.provider(key=str(locked_key)), sky.errors.LoginError)
 
     assert f"ssh-add {locked_key}" in message
 
@@ -158,7 +160,9 @@ def test_the_agent_opens_a_key_with_a_passphrase(sshd: Sshd, locked_key: Path, a
 
 
 def test_a_key_that_is_not_there_is_named(sshd: Sshd) -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"/nowhere/key.*name the private key's file"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"/nowhere/key.*name the private key's file"
+    ):
         asyncio.run(sshd.provider(key="/nowhere/key").create(Order("t", 0, plain_request())))
 
 

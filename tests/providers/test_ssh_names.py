@@ -50,7 +50,9 @@ def test_hosts_come_from_the_ssh_configuration(config: str, sshd: Sshd) -> None:
 
 
 def test_a_pattern_that_matches_nothing_lists_what_there_is(config: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match="there are: gpu-b, gpu-a, spare-a, behind"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match="there are: gpu-b, gpu-a, spare-a, behind"
+    ):
         sky.SSH.from_config("tpu-*", config=config)
 
 
@@ -88,7 +90,7 @@ def test_a_jump_host_is_verified_too(sshd: Sshd, tmp_path: Path) -> None:
     jump = f"{sshd.user}@127.0.0.2:{sshd.port}"
 
     message = refusal(
-        sshd.provider("127.0.0.1", jump=jump, known_hosts=str(known)), sky.HostKeyError
+        sshd.provider("127.0.0.1", jump=jump, known_hosts=str(known)), sky.errors.HostKeyError
     )
 
     assert message.startswith(f"SSH host 127.0.0.2:{sshd.port}: its host key is not known")
@@ -126,7 +128,7 @@ def test_a_host_is_read_as_ssh_reads_it(text: str, address: HostAddress) -> None
     ],
 )
 def test_arguments_that_cannot_work_are_refused(given: dict[str, Any], advice: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=advice):
+    with pytest.raises(sky.errors.ConfigurationError, match=advice):
         sky.SSH(**given)
 
 
@@ -161,13 +163,13 @@ def test_addresses_say_how_the_nodes_reach_each_other(sshd: Sshd) -> None:
 def test_a_volume_cannot_be_mounted_elsewhere() -> None:
     request = dataclasses.replace(plain_request(), volumes=(sky.Volume("/data", "/other"),))
 
-    with pytest.raises(sky.ConfigurationError, match="leave target out"):
+    with pytest.raises(sky.errors.ConfigurationError, match="leave target out"):
         sky.SSH(["gpu1"]).check(request)
 
 
 @pytest.mark.parametrize("nodes", [3, (1, 3)])
 def test_more_nodes_than_hosts_are_refused_before_anything_starts(nodes: Any) -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"up to 3 nodes: SSH has 2 hosts"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"up to 3 nodes: SSH has 2 hosts"):
         sky.Compute(sky.SSH(["gpu1", "gpu2"]), nodes=nodes)
 
 
@@ -181,9 +183,12 @@ def test_a_start_that_fails_shows_where_it_was_asked_for_and_nothing_of_the_insi
         async with sky.Compute(provider):
             pass
 
-    with pytest.raises(sky.UnreachableError, match="refused") as caught, sky.Compute(provider):
+    with (
+        pytest.raises(sky.errors.UnreachableError, match="refused") as caught,
+        sky.Compute(provider),
+    ):
         pass
-    with pytest.raises(sky.UnreachableError, match="refused") as caught_async:
+    with pytest.raises(sky.errors.UnreachableError, match="refused") as caught_async:
         asyncio.run(enter())
 
     for each in (caught, caught_async):
@@ -198,5 +203,5 @@ def test_without_asyncssh_the_message_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    with pytest.raises(sky.ConfigurationError, match=r"pip install 'skyward-torch\[ssh\]'"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"pip install 'skyward-torch\[ssh\]'"):
         sky.SSH(["gpu1"])

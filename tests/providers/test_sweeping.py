@@ -66,8 +66,8 @@ class TestPools:
         assert (shop.stock.swept, rules(shop), state.pools()) == ([pool], [], [])
 
     def test_also_when_it_does_not_start(self, shop: Shop, state: Journal) -> None:
-        shop.stock.failures = [sky.UnavailableError("sold out")]
-        with pytest.raises(sky.UnavailableError):
+        shop.stock.failures = [sky.errors.UnavailableError("sold out")]
+        with pytest.raises(sky.errors.UnavailableError):
             sky.Compute(shop, options=QUIET).__enter__()
         assert (len(shop.stock.swept), rules(shop), state.pools()) == (1, [], [])
 
@@ -245,7 +245,7 @@ class TestGc:
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def remains(self: Shop) -> list[Any]:
-            raise sky.UnavailableError("no credentials")
+            raise sky.errors.UnavailableError("no credentials")
 
         monkeypatch.setattr(Shop, "remains", remains)
         failed = sky_command("gc")
@@ -356,7 +356,7 @@ class TestGc:
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(self: Shop, *_: Any, **given: Any) -> None:
-            raise sky.ConfigurationError(f"no region called {given.get('region')}")
+            raise sky.errors.ConfigurationError(f"no region called {given.get('region')}")
 
         monkeypatch.setattr(Shop, "__init__", refuse)
         monkeypatch.setattr(Shop, "__signature__", inspect.signature(Shop.in_region), raising=False)

@@ -46,7 +46,7 @@ async def late(event: object) -> None: ...
 def test_a_wrong_argument_is_refused_with_its_value(
     arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(sky.ConfigurationError, match=message):
+    with pytest.raises(sky.errors.ConfigurationError, match=message):
         Compute(**{"name": "node", **arguments})
 
 
@@ -67,7 +67,7 @@ def test_more_gpus_than_there_are_is_refused_naming_what_is_there(
     monkeypatch.delenv("SKYWARD_DEVICE")
 
     with pytest.raises(
-        sky.ConfigurationError, match=r"this machine has 1 x cpu.*SKYWARD_DEVICE=cpu"
+        sky.errors.ConfigurationError, match=r"this machine has 1 x cpu.*SKYWARD_DEVICE=cpu"
     ):
         Compute(name="big", resources={"nvidia.com/gpu": "1000"})
 
@@ -106,7 +106,8 @@ def test_a_kubeconfig_that_names_no_cluster_is_a_mistake(
     monkeypatch.setenv("KUBECONFIG", str(config))
 
     with pytest.raises(
-        sky.ConfigurationError, match=r"no cluster to talk to.*KUBECONFIG=/dev/null runs computes"
+        sky.errors.ConfigurationError,
+        match=r"no cluster to talk to.*KUBECONFIG=/dev/null runs computes",
     ):
         Compute(name="node")
 
@@ -116,7 +117,7 @@ def test_a_kubeconfig_that_is_not_there_is_a_mistake_not_a_wish_to_run_here(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", "/no/such/config")
 
-    with pytest.raises(sky.ConfigurationError, match="there is no file '/no/such/config'"):
+    with pytest.raises(sky.errors.ConfigurationError, match="there is no file '/no/such/config'"):
         Compute(name="node")
 
 

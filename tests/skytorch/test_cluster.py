@@ -162,12 +162,12 @@ def test_copies_between_computes_go_from_node_to_node(nothing_left: None) -> Non
     ],
 )
 def test_a_cluster_of_what_is_no_compute_is_refused(computes: list[Compute], message: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=message):
+    with pytest.raises(sky.errors.ConfigurationError, match=message):
         Cluster(*computes)
 
 
 def test_two_computes_of_one_name_are_refused() -> None:
-    with pytest.raises(sky.ConfigurationError, match="two computes are named 'twin'"):
+    with pytest.raises(sky.errors.ConfigurationError, match="two computes are named 'twin'"):
         Cluster(Compute(name="twin"), Compute(name="twin"))
 
 
@@ -255,17 +255,21 @@ def test_the_node_is_taken_down_also_when_the_function_raises(nothing_left: None
 
 
 def test_the_decorator_refuses_what_it_cannot_wrap() -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"write @compute\(name='mnist'\) above it"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"write @compute\(name='mnist'\) above it"
+    ):
         compute(threading.get_ident)  # type: ignore[arg-type]
-    with pytest.raises(sky.ConfigurationError, match="write `async def`"):
+    with pytest.raises(sky.errors.ConfigurationError, match="write `async def`"):
         compute(name="a")(lambda node: None)  # type: ignore[arg-type,return-value]
 
     async def alone() -> None: ...
 
-    with pytest.raises(sky.ConfigurationError, match=r"write `async def alone\(node: Compute\)`"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"write `async def alone\(node: Compute\)`"
+    ):
         compute(name="a")(alone)
 
     async def number(x: int) -> None: ...
 
-    with pytest.raises(sky.ConfigurationError, match=r"no parameter is annotated Compute"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"no parameter is annotated Compute"):
         compute(name="a")(number)

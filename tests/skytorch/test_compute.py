@@ -86,7 +86,9 @@ def test_ready_gives_up_after_its_timeout_and_can_be_called_again(nothing_left: 
 
 @pytest.mark.parametrize("timeout", [0, -1, True, "1"])
 def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"ready\(timeout=.*give seconds, more than 0"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"ready\(timeout=.*give seconds, more than 0"
+    ):
         asyncio.run(Compute(name="hasty").ready(timeout))
 
 
@@ -97,11 +99,13 @@ def test_a_suspended_compute_refuses_its_device_until_it_is_resumed(nothing_left
             before = torch.ones(3, device=node.device())
             await node.suspend()
 
-            with pytest.raises(sky.PoolClosedError, match=r"'napper' is suspended.*resume\(\)"):
+            with pytest.raises(
+                sky.errors.PoolClosedError, match=r"'napper' is suspended.*resume\(\)"
+            ):
                 node.device()
-            with pytest.raises(sky.PoolClosedError, match=r"execute\(\): .* is suspended"):
+            with pytest.raises(sky.errors.PoolClosedError, match=r"execute\(\): .* is suspended"):
                 await node.execute(process)
-            with pytest.raises(sky.PoolClosedError, match=r"ready\(\): .* is suspended"):
+            with pytest.raises(sky.errors.PoolClosedError, match=r"ready\(\): .* is suspended"):
                 await node.ready()
             with pytest.raises(RuntimeError, match="is gone"):
                 before.sum().item()
@@ -118,7 +122,7 @@ def test_a_suspended_compute_refuses_its_device_until_it_is_resumed(nothing_left
 def test_made_suspended_it_waits_for_resume(nothing_left: None) -> None:
     async def main() -> None:
         async with Compute(name="later", suspend=True) as node:
-            with pytest.raises(sky.PoolClosedError, match="'later' is suspended"):
+            with pytest.raises(sky.errors.PoolClosedError, match="'later' is suspended"):
                 node.device()
             await node.resume()
             assert await node.execute(process) != os.getpid()
@@ -128,7 +132,7 @@ def test_made_suspended_it_waits_for_resume(nothing_left: None) -> None:
 
 def test_before_it_is_ready_it_says_how_to_start_it() -> None:
     with pytest.raises(
-        sky.PoolClosedError, match=r"'new' has not started; `await node\.ready\(\)`"
+        sky.errors.PoolClosedError, match=r"'new' has not started; `await node\.ready\(\)`"
     ):
         Compute(name="new").device()
 
@@ -138,7 +142,9 @@ def test_once_deleted_it_stays_so() -> None:
         node = Compute(name="past")
         await node.delete()
         for again in (node.ready, node.resume, node.suspend):
-            with pytest.raises(sky.PoolClosedError, match="'past' was deleted; make another"):
+            with pytest.raises(
+                sky.errors.PoolClosedError, match="'past' was deleted; make another"
+            ):
                 await again()
 
     asyncio.run(main())
@@ -161,6 +167,8 @@ def test_init_takes_a_namespace() -> None:
     assert default_namespace() == Compute(name="node").namespace == "default"
     init(namespace="research")
     assert default_namespace() == Compute(name="node").namespace == "research"
-    with pytest.raises(sky.ConfigurationError, match=r"namespace='My Space'\): a namespace has"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"namespace='My Space'\): a namespace has"
+    ):
         init(namespace="My Space")
     assert default_namespace() == "research"

@@ -43,7 +43,7 @@ def test_a_device_has_a_type_and_an_index(node: Compute, monkeypatch: pytest.Mon
     monkeypatch.delenv("SKYWARD_DEVICE")
 
     assert node.device("cpu", 0) == node.device("cpu:0") == node.device(type="cpu", index=0)
-    with pytest.raises(sky.ConfigurationError, match="has no 'cuda:97'"):
+    with pytest.raises(sky.errors.ConfigurationError, match="has no 'cuda:97'"):
         node.device("cuda", 97)
 
 
@@ -73,6 +73,6 @@ def test_an_impossible_device_is_refused_without_asking_a_node(
     arguments: tuple[Any, ...], message: str
 ) -> None:
     # This compute has no node that could be asked.
-    with pytest.raises(sky.ConfigurationError, match=message) as refused:
+    with pytest.raises(sky.errors.ConfigurationError, match=message) as refused:
         Compute(name="new").device(*arguments)
     assert isinstance(refused.value, RuntimeError), "as from torch.device"

@@ -80,9 +80,9 @@ def test_a_warning_is_logged_as_one(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_log_event_wants_a_text() -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"log_event\(3\): give a text"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"log_event\(3\): give a text"):
         log_event(3)  # type: ignore[arg-type]
-    with pytest.raises(sky.ConfigurationError, match=r"'Ready' event, loss=\.\.\."):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"'Ready' event, loss=\.\.\."):
         log_event(Event("Ready", "again"), loss=1)
 
 

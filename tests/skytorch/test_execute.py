@@ -166,7 +166,7 @@ def test_a_state_dict_that_does_not_fit_names_everything_and_changes_nothing(
     model = Net()
     before = model.embed.weight.clone()
 
-    with pytest.raises(sky.ConfigurationError) as caught:
+    with pytest.raises(sky.errors.ConfigurationError) as caught:
         run(node, odd).load_into(model)
 
     message = str(caught.value)
@@ -246,7 +246,9 @@ def test_a_state_dict_without_them_leaves_those_with_memory_and_refuses_those_wi
     assert weights.load_into(Rotary()).frequencies.tolist() == [0.0, 0.0]
     with (
         torch.device("meta"),
-        pytest.raises(sky.ConfigurationError, match=r"frequencies.*return the module itself"),
+        pytest.raises(
+            sky.errors.ConfigurationError, match=r"frequencies.*return the module itself"
+        ),
     ):
         weights.load_into(Rotary())
 
@@ -274,12 +276,14 @@ def test_on_log_gets_what_the_function_prints_and_the_console_does_not(
 
 
 def test_on_log_must_be_a_plain_function(node: Compute) -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"execute\(on_log=3\): give a plain function"):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=r"execute\(on_log=3\): give a plain function"
+    ):
         run(node, abs, 1, on_log=3)
 
 
 def test_load_into_wants_a_module(node: Compute) -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"give an nn\.Module"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"give an nn\.Module"):
         run(node, seeded_weights).load_into({})
 
 
@@ -324,7 +328,7 @@ def test_what_cannot_be_executed_is_refused(node: Compute) -> None:
     def numbers() -> Iterator[int]:
         yield 1
 
-    with pytest.raises(sky.ConfigurationError, match=r"execute\(3\): give a function"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"execute\(3\): give a function"):
         run(node, 3)
-    with pytest.raises(sky.ConfigurationError, match=r"execute\(numbers\): it yields"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"execute\(numbers\): it yields"):
         run(node, numbers)

@@ -57,7 +57,7 @@ def configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_a_wrong_argument_is_refused_before_the_cluster_is_asked(
     configured: Path, arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(sky.ConfigurationError, match=message):
+    with pytest.raises(sky.errors.ConfigurationError, match=message):
         Compute(name="node", **arguments)
 
 
@@ -147,5 +147,5 @@ def test_a_client_config_is_a_path_a_mapping_or_a_configuration(
 
     for wrong, message in ((object(), "give a kubernetes.client.Config"), ("/no", "no such file")):
         init(client_config=wrong)
-        with pytest.raises(sky.ConfigurationError, match=message):
+        with pytest.raises(sky.errors.ConfigurationError, match=message):
             Compute(name="node")

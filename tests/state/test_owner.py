@@ -330,16 +330,18 @@ def test_a_lost_owner_is_an_error_once_and_then_the_objects_are_new(
         eventually(lambda: waiting.running())
         old = compute.run(agent(), on=0)
         os.kill(old, signal.SIGKILL)
-        with pytest.raises(sky.StateLostError, match=r"<sky.queue 'never'> cannot be reached"):
+        with pytest.raises(
+            sky.errors.StateLostError, match=r"<sky.queue 'never'> cannot be reached"
+        ):
             waiting.result(30)
-        with pytest.raises(sky.StateLostError, match=r"<sky.counter 'n'> cannot be .*gone"):
+        with pytest.raises(sky.errors.StateLostError, match=r"<sky.counter 'n'> cannot be .*gone"):
             while True:
                 counter.add()
         eventually(lambda: compute.stats().nodes_lost == 1)
         eventually(lambda: [node.state for node in compute.nodes] == ["ready", "ready"])
         # It has been told, so it goes on with what is there; the other handle is told now.
         assert counter.add() == 1
-        with pytest.raises(sky.StateLostError, match=r"<sky.counter 'm'>"):
+        with pytest.raises(sky.errors.StateLostError, match=r"<sky.counter 'm'>"):
             _ = other.value
         assert other.value == 0
         # A handle of the process that lives on, and one of the new node.
@@ -362,7 +364,9 @@ def test_nodes_without_a_network_between_them_say_so() -> None:
     with sky.Compute(nodes=2, options=options) as compute:
         assert sky.counter("n").add() == 1
         assert compute.run(_adds(), on=0) == 2
-        with pytest.raises(sky.StateLostError, match=r"node 1 cannot reach node 0.*cluster=False"):
+        with pytest.raises(
+            sky.errors.StateLostError, match=r"node 1 cannot reach node 0.*cluster=False"
+        ):
             compute.run(_adds(), on=1)
 
 
@@ -370,7 +374,7 @@ def test_a_closed_pool_has_no_state() -> None:
     with sky.Compute(options=sky.Options(console=False)) as compute:
         counter = sky.counter("n", on=compute)
         counter.add()
-    with pytest.raises(sky.PoolClosedError):
+    with pytest.raises(sky.errors.PoolClosedError):
         counter.add()
 
 

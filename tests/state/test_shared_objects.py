@@ -113,9 +113,9 @@ def test_a_counter_is_set_if_it_is_what_the_caller_thinks(pool: sky.Compute, nam
     assert not counter.compare_and_set(3, 11)
     counter.set(0)
     assert counter.value == 0
-    with pytest.raises(sky.ConfigurationError, match=r"whole numbers, not in 0\.5"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"whole numbers, not in 0\.5"):
         counter.add(0.5)  # type: ignore[arg-type]
-    with pytest.raises(sky.ConfigurationError, match="63 bits"):
+    with pytest.raises(sky.errors.ConfigurationError, match="63 bits"):
         counter.set(1 << 62)
         counter.add(1 << 62)
 
@@ -144,7 +144,7 @@ def test_a_full_queue_makes_the_producer_wait(pool: sky.Compute, name: str) -> N
     producer.result(30)
     with pytest.raises(queue.Empty):
         jobs.get_nowait()
-    with pytest.raises(sky.ConfigurationError, match="the queue is there, with maxsize=2"):
+    with pytest.raises(sky.errors.ConfigurationError, match="the queue is there, with maxsize=2"):
         sky.queue(name, 3).qsize()
 
 
@@ -165,7 +165,7 @@ def test_a_wait_that_takes_too_long_says_for_what(pool: sky.Compute, name: str) 
     with pytest.raises(queue.Empty, match=r"had no item for 0\.05 s") as empty:
         sky.queue(name).get(timeout=0.05)
     assert isinstance(empty.value, TimeoutError)
-    with pytest.raises(sky.ConfigurationError, match="timeout=-1"):
+    with pytest.raises(sky.errors.ConfigurationError, match="timeout=-1"):
         sky.event(name).wait(-1)
 
 
@@ -206,7 +206,7 @@ def test_a_barrier_lets_all_workers_go_on_together(pool: sky.Compute, name: str)
     for _ in range(2):
         assert sorted(does("b.wait(30)", b=barrier) @ pool) == [0, 1]
     assert (barrier.parties, barrier.n_waiting, barrier.broken) == (2, 0, False)
-    with pytest.raises(sky.ConfigurationError, match="with parties=2"):
+    with pytest.raises(sky.errors.ConfigurationError, match="with parties=2"):
         sky.barrier(name, 3).wait(1)
 
 
@@ -342,23 +342,23 @@ def test_values_are_what_calls_can_carry(pool: sky.Compute, name: str) -> None:
     array = shared["own"].weight
     array[0] = 7
     assert shared["own"].weight[0] == 0, "a value is a copy"
-    with pytest.raises(sky.SerializationError, match="the value of 'lock' in"):
+    with pytest.raises(sky.errors.SerializationError, match="the value of 'lock' in"):
         shared["lock"] = threading.Lock()
-    with pytest.raises(sky.ConfigurationError, match=r"9\.\d MB.*sky\.put"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"9\.\d MB.*sky\.put"):
         shared["big"] = bytes(9 << 20)
-    with pytest.raises(sky.ConfigurationError, match="only calls can carry"):
+    with pytest.raises(sky.errors.ConfigurationError, match="only calls can carry"):
         shared["put"] = sky.put([1])
 
 
 @pytest.mark.parametrize("key", [[1], {"a": 1}, object(), ("a", []), 1 << 70])
 def test_a_key_that_cannot_be_is_refused(key: Any) -> None:
-    with pytest.raises(sky.ConfigurationError, match="cannot be a key"):
+    with pytest.raises(sky.errors.ConfigurationError, match="cannot be a key"):
         sky.dict("keys")[key] = 1
 
 
 @pytest.mark.parametrize("name", ["", 3, "x" * 201])
 def test_a_name_that_cannot_be_is_refused(name: Any) -> None:
-    with pytest.raises(sky.ConfigurationError, match="give a name of 1 to 200 characters"):
+    with pytest.raises(sky.errors.ConfigurationError, match="give a name of 1 to 200 characters"):
         sky.dict(name)
 
 
@@ -403,5 +403,5 @@ def test_handles_travel_by_name() -> None:
 
 
 def test_what_has_no_state_is_refused() -> None:
-    with pytest.raises(sky.ConfigurationError, match="on=3 has no shared state"):
+    with pytest.raises(sky.errors.ConfigurationError, match="on=3 has no shared state"):
         sky.counter("x", on=3).add()

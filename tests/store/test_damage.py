@@ -49,7 +49,7 @@ def test_every_flipped_bit_is_noticed(folder: Path, files: list[Path]) -> None:
             damaged = bytearray(whole)
             damaged[at] ^= 1 << chance.randrange(8)
             file.write_bytes(damaged)
-            with pytest.raises(sky.StoreDamagedError) as caught:
+            with pytest.raises(sky.errors.StoreDamagedError) as caught:
                 store.load_model("m")
             assert file.name in str(caught.value), at
             assert "save the model again" in str(caught.value) or "update" in str(caught.value)
@@ -63,7 +63,7 @@ def test_every_truncation_is_noticed(folder: Path, files: list[Path]) -> None:
         whole = file.read_bytes()
         for length in range(0, len(whole), 17):
             file.write_bytes(whole[:length])
-            with pytest.raises(sky.StoreDamagedError, match=file.name):
+            with pytest.raises(sky.errors.StoreDamagedError, match=file.name):
                 store.load_model("m")
         file.write_bytes(whole)
 
@@ -71,7 +71,9 @@ def test_every_truncation_is_noticed(folder: Path, files: list[Path]) -> None:
 def test_a_missing_object_is_noticed(folder: Path, files: list[Path]) -> None:
     (next(file for file in files if "objects" in str(file))).unlink()
 
-    with pytest.raises(sky.StoreDamagedError, match="'m' version 1: the file is missing; load"):
+    with pytest.raises(
+        sky.errors.StoreDamagedError, match="'m' version 1: the file is missing; load"
+    ):
         sky.ModelStore(folder).load_model("m")
 
 
@@ -91,7 +93,7 @@ def test_a_damaged_manifest_stops_the_collector_and_not_a_save(
     (folder / "models" / "m" / "1.json").write_bytes(b"{}")
     kept = sorted(folder.rglob("*"))
 
-    with pytest.raises(sky.StoreDamagedError, match=r"1\.json: the manifest is damaged"):
+    with pytest.raises(sky.errors.StoreDamagedError, match=r"1\.json: the manifest is damaged"):
         store.gc(older_than=0)
     assert sorted(folder.rglob("*")) == kept
     assert store.save_model(VALUE, "m").version == 2
@@ -118,7 +120,7 @@ def test_a_model_is_left_alone_by_a_damaged_version_or_told_about(folder: Path, 
     for parameter in model.parameters():
         parameter.zero_()
 
-    with pytest.raises(sky.StoreDamagedError, match="too short") as caught:
+    with pytest.raises(sky.errors.StoreDamagedError, match="too short") as caught:
         store.load_model("m", into=model)
 
     changed = any(bool(parameter.any()) for parameter in model.parameters())
@@ -205,7 +207,7 @@ def test_a_hostile_manifest_is_refused(
     forge(folder, **changes)
     store = sky.ModelStore(folder)
 
-    with pytest.raises(sky.StoreDamagedError, match=message):
+    with pytest.raises(sky.errors.StoreDamagedError, match=message):
         store.load_model("m")
         store.list()
 
@@ -220,7 +222,7 @@ def test_a_hostile_object_is_refused(folder: Path, files: list[Path]) -> None:
         target.parent.mkdir(exist_ok=True)
         target.write_bytes(head + file.read_bytes())
         forge(folder, objects=first(name=name, size=target.stat().st_size))
-        with pytest.raises(sky.StoreDamagedError, match=f"{name}.*disagree"):
+        with pytest.raises(sky.errors.StoreDamagedError, match=f"{name}.*disagree"):
             sky.ModelStore(folder).load_model("m")
 
 
@@ -229,5 +231,5 @@ def test_an_absurd_header_length_is_refused(folder: Path, files: list[Path], len
     (file,) = folder.glob("objects/*/*")
     file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
 
-    with pytest.raises(sky.StoreDamagedError, match="header"):
+    with pytest.raises(sky.errors.StoreDamagedError, match="header"):
         sky.ModelStore(folder).load_model("m")

@@ -142,7 +142,7 @@ def test_what_no_safetensors_file_can_hold_is_refused(
 ) -> None:
     store.save_model(value, "m")
 
-    with pytest.raises(sky.StoreError) as failure:
+    with pytest.raises(sky.errors.StoreError) as failure:
         store.export_file("m", tmp_path / "out.safetensors")
 
     assert str(failure.value) == (
@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_written_says_so(
 ) -> None:
     store.save_model({"w": torch.ones(2)}, "m")
 
-    with pytest.raises(sky.StoreError, match=r"out\..*: writing failed: .*folder is there"):
+    with pytest.raises(sky.errors.StoreError, match=r"out\..*: writing failed: .*folder is there"):
         store.export_file("m", tmp_path / "nowhere" / f"out.{ending}")
 
 
@@ -172,7 +172,7 @@ def test_an_export_that_fails_leaves_the_old_file(
     stored = next(tmp_path.glob("store/objects/*/*"))
     stored.write_bytes(stored.read_bytes()[:-1] + b"!")
 
-    with pytest.raises(sky.StoreDamagedError):
+    with pytest.raises(sky.errors.StoreDamagedError):
         store.export_file("m", file)
 
     assert file.read_bytes() == b"old"
@@ -226,12 +226,14 @@ def test_an_index_that_lies_is_refused(
     sharded(tmp_path / "shards")
     (tmp_path / "shards" / "model.safetensors.index.json").write_bytes(index)
 
-    with pytest.raises(sky.StoreError, match=rf"index\.json: cannot be imported.*{told}"):
+    with pytest.raises(sky.errors.StoreError, match=rf"index\.json: cannot be imported.*{told}"):
         store.import_file(tmp_path / "shards", "m")
 
 
 def test_a_folder_without_a_checkpoint_is_refused(store: sky.ModelStore, tmp_path: Path) -> None:
-    with pytest.raises(sky.StoreError, match=r"holds neither model\.safetensors\.index\.json nor"):
+    with pytest.raises(
+        sky.errors.StoreError, match=r"holds neither model\.safetensors\.index\.json nor"
+    ):
         store.import_file(tmp_path, "m")
 
 
@@ -278,7 +280,9 @@ def test_a_hostile_safetensors_file_is_refused(
     if kind == "too short":
         file.write_bytes(b"1234")
 
-    with pytest.raises(sky.StoreError, match=rf"hostile\.safetensors: cannot be imported.*{told}"):
+    with pytest.raises(
+        sky.errors.StoreError, match=rf"hostile\.safetensors: cannot be imported.*{told}"
+    ):
         store.import_file(file, "m")
     assert store.list() == ()
 
@@ -298,6 +302,6 @@ def test_a_flipped_byte_is_refused_or_read_and_nothing_else(
 
     try:
         tensors, _ = ours.read(file)
-    except sky.StoreError:
+    except sky.errors.StoreError:
         return
     assert len(tensors) <= 2

@@ -38,7 +38,7 @@ def test_a_full_disk_costs_the_save_and_nothing_else(small_disk: Path) -> None:
     store = sky.ModelStore(small_disk)
     store.save_model({"x": torch.randn(100_000)}, "m")
 
-    with pytest.raises(sky.StoreFullError, match=r"No space left.*make room.*save again"):
+    with pytest.raises(sky.errors.StoreFullError, match=r"No space left.*make room.*save again"):
         store.save_model({"x": torch.randn(2_000_000)}, "m")
 
     assert [each.version for each in store.versions("m")] == [1]
@@ -64,7 +64,7 @@ def test_wherever_the_room_ends_the_old_version_stays(
 
     with monkeypatch.context() as patch:
         patch.setattr(local.memory.os, "pwrite", write)
-        with pytest.raises(sky.StoreFullError, match="make room"):
+        with pytest.raises(sky.errors.StoreFullError, match="make room"):
             while True:
                 store.save_model({"x": torch.randn(10_000)}, "m")
                 store = sky.ModelStore(folder)
@@ -78,7 +78,9 @@ def test_a_folder_one_may_not_use_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = sky.ModelStore(tmp_path / "file" / "store")
 
-    with pytest.raises(sky.StoreError, match=r"file/store/.* failed: Not a directory; check"):
+    with pytest.raises(
+        sky.errors.StoreError, match=r"file/store/.* failed: Not a directory; check"
+    ):
         store.save_model({"x": torch.ones(1)}, "m")
 
 

@@ -31,7 +31,7 @@ Serve = Callable[..., Any]
 
 
 def refused(url: str, token: str | None = None) -> str:
-    with pytest.raises(sky.StoreError) as caught:
+    with pytest.raises(sky.errors.StoreError) as caught:
         sky.ModelStore(url, token).list()
     return str(caught.value)
 
@@ -67,7 +67,7 @@ def test_a_module_is_filled_from_the_server(served: str) -> None:
     store.load_model("m", into=other)
 
     assert torch.equal(model.weight, other.weight)
-    with pytest.raises(sky.ModelMismatchError, match="does not fit"):
+    with pytest.raises(sky.errors.ModelMismatchError, match="does not fit"):
         store.load_model("m", into=torch.nn.Linear(30, 21))
 
 
@@ -136,9 +136,11 @@ def test_a_read_only_store_is_read_and_not_written(serve: Serve, folder: Path) -
     store = sky.ModelStore(serve(folder, read_only=True).address)
 
     assert store.load_model("m") == {"x": 1}
-    with pytest.raises(sky.StoreError, match="writing failed: 403 this store is served read-only"):
+    with pytest.raises(
+        sky.errors.StoreError, match="writing failed: 403 this store is served read-only"
+    ):
         store.save_model({"x": torch.randn(3_000_000)}, "m")
-    with pytest.raises(sky.StoreError, match=r"1\.gone: writing failed: 403"):
+    with pytest.raises(sky.errors.StoreError, match=r"1\.gone: writing failed: 403"):
         store.delete("m")
     assert store.load_model("m") == {"x": 1}
 
@@ -179,7 +181,9 @@ def test_authorities_that_cannot_be_read_are_named(
     (tmp_path / "empty.pem").write_text("nothing")
     for name in ("empty.pem", "missing.pem"):
         monkeypatch.setenv("SKYWARD_STORE_CA", str(tmp_path / name))
-        with pytest.raises(sky.ConfigurationError, match=rf"SKYWARD_STORE_CA=.*{name}.*PEM file"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match=rf"SKYWARD_STORE_CA=.*{name}.*PEM file"
+        ):
             sky.ModelStore("https://localhost:1")
 
 
@@ -326,7 +330,7 @@ def test_a_read_that_breaks_for_ever_ends(relay: Relay, folder: Path) -> None:
     (folder / "objects" / "x").write_bytes(bytes(100))
     relay.down = [0] * 20
 
-    with pytest.raises(sky.StoreError, match=r"objects/x: reading failed: .*server's log"):
+    with pytest.raises(sky.errors.StoreError, match=r"objects/x: reading failed: .*server's log"):
         HttpFiles(relay.address, None).read("objects/x", 0, 100)
 
 
@@ -464,7 +468,7 @@ def test_a_full_disk_on_the_server(serve: Serve, small_disk: Path) -> None:
     store = sky.ModelStore(serve(small_disk).address)
     store.save_model({"x": torch.randn(100_000)}, "m")
 
-    with pytest.raises(sky.StoreFullError, match=r"No space left.*make room on the server"):
+    with pytest.raises(sky.errors.StoreFullError, match=r"No space left.*make room on the server"):
         store.save_model({"x": torch.randn(2_000_000)}, "m")
 
     assert list((small_disk / "tmp").iterdir()) == []
@@ -482,7 +486,7 @@ def test_a_flipped_bit_on_the_server_is_noticed(served: str, served_folder: Path
         opened.seek(3_000_000)
         opened.write(bytes([was[0] ^ 4]))
 
-    with pytest.raises(sky.StoreDamagedError, match=file.name):
+    with pytest.raises(sky.errors.StoreDamagedError, match=file.name):
         store.load_model("m")
 
 

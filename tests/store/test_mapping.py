@@ -138,7 +138,7 @@ def test_a_process_without_descriptors_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
     with (
         descriptors(0),
-        pytest.raises(sky.StoreError, match=r"Too many open files.*ulimit -n"),
+        pytest.raises(sky.errors.StoreError, match=r"Too many open files.*ulimit -n"),
     ):
         local.LocalFiles(tmp_path).view("x")
 

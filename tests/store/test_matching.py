@@ -36,7 +36,7 @@ def test_every_difference_is_in_one_report(store: sky.ModelStore) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     store.save_model(saved, "m")
 
-    with pytest.raises(sky.ModelMismatchError) as caught:
+    with pytest.raises(sky.errors.ModelMismatchError) as caught:
         store.load_model("m", into=model)
 
     assert str(caught.value) == (
@@ -62,7 +62,7 @@ def test_every_difference_is_in_one_report(store: sky.ModelStore) -> None:
 def test_a_long_report_is_cut(store: sky.ModelStore) -> None:
     store.save_model({}, "m")
 
-    with pytest.raises(sky.ModelMismatchError, match="50 missing from the store") as caught:
+    with pytest.raises(sky.errors.ModelMismatchError, match="50 missing from the store") as caught:
         store.load_model("m", into=nn.ParameterList([torch.zeros(1) for _ in range(50)]))
     assert "and 30 more" in str(caught.value)
 
@@ -86,16 +86,18 @@ def test_a_checkpoint_is_no_state_dict(store: sky.ModelStore) -> None:
     store.save_model({"model": model.state_dict(), "step": 3}, "run")
     store.save_model([torch.ones(1)], "list")
 
-    with pytest.raises(sky.ModelMismatchError, match="no state dict but a dict of model, step"):
+    with pytest.raises(
+        sky.errors.ModelMismatchError, match="no state dict but a dict of model, step"
+    ):
         store.load_model("run", into=model)
-    with pytest.raises(sky.ModelMismatchError, match="no state dict but list"):
+    with pytest.raises(sky.errors.ModelMismatchError, match="no state dict but list"):
         store.load_model("list", into=model)
 
 
 def test_into_takes_a_module(store: sky.ModelStore) -> None:
     store.save_model({}, "m")
 
-    with pytest.raises(sky.ConfigurationError, match=r"into takes a torch\.nn\.Module"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"into takes a torch\.nn\.Module"):
         store.load_model("m", into={})  # type: ignore[arg-type]
 
 
@@ -265,13 +267,13 @@ def test_names_of_other_values_are_compared_too(store: sky.ModelStore) -> None:
     store.save_model(nn.Linear(2, 2).state_dict() | {"step": 3}, "m")
     layer = nn.Linear(2, 2)
 
-    with pytest.raises(sky.ModelMismatchError) as unexpected:
+    with pytest.raises(sky.errors.ModelMismatchError) as unexpected:
         store.load_model("m", into=layer)
     store.save_model({f"layer.{name}": each for name, each in layer.state_dict().items()}, "m")
-    with pytest.raises(sky.ModelMismatchError) as missing:
+    with pytest.raises(sky.errors.ModelMismatchError) as missing:
         store.load_model("m", into=Extra())
     store.save_model({"weight": 1, "bias": layer.bias}, "m")
-    with pytest.raises(sky.ModelMismatchError) as reshaped:
+    with pytest.raises(sky.errors.ModelMismatchError) as reshaped:
         store.load_model("m", into=layer)
 
     assert "unexpected, not in the model:\n    step  a value that is no tensor" in str(
@@ -286,7 +288,9 @@ def test_names_of_other_values_are_compared_too(store: sky.ModelStore) -> None:
 def test_names_that_are_numbers_are_no_state_dict(store: sky.ModelStore) -> None:
     store.save_model({0: torch.ones(1)}, "m")
 
-    with pytest.raises(sky.ModelMismatchError, match="no state dict but a dict with the key 0;"):
+    with pytest.raises(
+        sky.errors.ModelMismatchError, match="no state dict but a dict with the key 0;"
+    ):
         store.load_model("m", into=nn.Linear(2, 2))
 
 
@@ -329,7 +333,7 @@ def test_where_the_module_may_know_better_the_error_says_how_to_ask_it(
     new = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     store.save_model(old, "m")
 
-    with pytest.raises(sky.ModelMismatchError) as caught:
+    with pytest.raises(sky.errors.ModelMismatchError) as caught:
         store.load_model("m", into=new)
 
     advice = "module.load_state_dict(store.load_model('m', version=1))"

@@ -89,7 +89,7 @@ def test_large_files_are_written_whole(place: Files) -> None:
 
 def test_a_failed_write_leaves_nothing(place: Files) -> None:
     place.write("objects/file", [b"old"])
-    with pytest.raises((sky.StoreError, TypeError)):
+    with pytest.raises((sky.errors.StoreError, TypeError)):
         place.write("objects/file", [os.urandom(17 << 20), "no bytes"])  # type: ignore[list-item]
 
     assert place.read("objects/file", 0, 10) == b"old"
@@ -151,7 +151,9 @@ def test_a_file_url_keeps_every_letter_of_its_path(tmp_path: Path) -> None:
 
 def test_a_place_that_connects_at_once_and_cannot_is_named() -> None:
     pytest.importorskip("fsspec", reason="fsspec is not installed")
-    with pytest.raises(sky.StoreError, match=r"ftp://\*\*\*@127.*failed.*check the addr") as caught:
+    with pytest.raises(
+        sky.errors.StoreError, match=r"ftp://\*\*\*@127.*failed.*check the addr"
+    ) as caught:
         sky.ModelStore("ftp://user:secret@127.0.0.1:1/x")
     assert "secret" not in str(caught.value)
 
@@ -176,7 +178,7 @@ def test_a_folder_that_cannot_be_listed_fails_the_listing(
         return ls(fs, path, *args, **options)
 
     monkeypatch.setattr(spec.MemoryFileSystem, "ls", failing)
-    with pytest.raises(sky.StoreError, match="models: listing failed"):
+    with pytest.raises(sky.errors.StoreError, match="models: listing failed"):
         place.list("models")
 
 
@@ -212,7 +214,7 @@ def test_a_creation_that_is_cut_short_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(local.LocalFileSystem, "pipe_file", cut)
-        with pytest.raises(sky.StoreError, match="cut"):
+        with pytest.raises(sky.errors.StoreError, match="cut"):
             place.create("models/m/1.json", b"manifest")
     assert place.list("models") == []
     assert place.create("models/m/1.json", b"manifest")
@@ -228,7 +230,7 @@ def test_a_full_filesystem_is_told_from_others(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(spec.MemoryFileSystem, "pipe_file", full)
-    with pytest.raises(sky.StoreFullError, match="make room"):
+    with pytest.raises(sky.errors.StoreFullError, match="make room"):
         open_files("memory://full", None, durable=False).write("objects/x", [b"1"])
 
 
@@ -267,7 +269,7 @@ def damaged(url: str, value: dict[str, torch.Tensor]) -> Files:
         whole = bytearray(place.read(entry.path, 0, entry.size))
         whole[-1] ^= 1
         place.write(entry.path, [bytes(whole)])
-    with pytest.raises(sky.StoreDamagedError):
+    with pytest.raises(sky.errors.StoreDamagedError):
         sky.ModelStore(url).load_model("m")
     return place
 
@@ -350,7 +352,7 @@ def test_damage_is_noticed_there(url: str) -> None:
     flipped = whole[:-1] + bytes([whole[-1] ^ 1])
     for damaged in (whole[:-1], whole[:4], b"", flipped):
         place.write(entry.path, [damaged])
-        with pytest.raises(sky.StoreDamagedError, match="objects/"):
+        with pytest.raises(sky.errors.StoreDamagedError, match="objects/"):
             store.load_model("m")
 
 
@@ -373,7 +375,7 @@ def test_damage_is_noticed_there(url: str) -> None:
     ],
 )
 def test_places_that_cannot_be_are_refused(url: str, token: str | None, message: str) -> None:
-    with pytest.raises(sky.ConfigurationError, match=message) as caught:
+    with pytest.raises(sky.errors.ConfigurationError, match=message) as caught:
         sky.ModelStore(url, token)
     assert "secret" not in str(caught.value)
 
@@ -387,12 +389,12 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(core, "url_to_fs", missing)
         with pytest.raises(
-            sky.ConfigurationError, match=r"s3:// is missing; install skyward-torch\[s3\]"
+            sky.errors.ConfigurationError, match=r"s3:// is missing; install skyward-torch\[s3\]"
         ):
             sky.ModelStore("s3://bucket/models")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(
-        sky.ConfigurationError, match=r"needs fsspec; install skyward-torch\[store\]"
+        sky.errors.ConfigurationError, match=r"needs fsspec; install skyward-torch\[store\]"
     ):
         sky.ModelStore("memory://x")
 
@@ -400,7 +402,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("place", [None, 7, b"models", "", "  "])
 def test_what_names_no_place_is_refused_by_its_value(place: Any) -> None:
     told = rf"ModelStore\({re.escape(repr(place))}\): not a place for models; pass a folder"
-    with pytest.raises(sky.ConfigurationError, match=told):
+    with pytest.raises(sky.errors.ConfigurationError, match=told):
         sky.ModelStore(place)
 
 
@@ -409,5 +411,7 @@ def test_a_device_that_is_not_here_is_refused_by_its_name(tmp_path: Path, device
     store = sky.ModelStore(tmp_path)
     store.save_model({"x": torch.ones(1)}, "m")
 
-    with pytest.raises(sky.ConfigurationError, match=rf"device='{device}': cannot be used here: "):
+    with pytest.raises(
+        sky.errors.ConfigurationError, match=rf"device='{device}': cannot be used here: "
+    ):
         store.load_model("m", device=device)

@@ -158,7 +158,7 @@ def test_files_in_and_out_are_watched(
 
 
 def test_a_failure_ends_the_progress(watched: sky.ModelStore, ear: Ear) -> None:
-    with pytest.raises(sky.SerializationError):
+    with pytest.raises(sky.errors.SerializationError):
         watched.save_model({"x": object()}, "m")
 
     assert ear.last == ("saving m", 0, 0, 0)

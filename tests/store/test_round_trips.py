@@ -140,7 +140,9 @@ def test_what_no_reader_would_accept_is_not_published(
 ) -> None:
     monkeypatch.setattr(manifest, "_flaw", lambda view, regions: "begins between two elements")
 
-    with pytest.raises(sky.SerializationError, match="'m' cannot be stored: tensor 0 begins betw"):
+    with pytest.raises(
+        sky.errors.SerializationError, match="'m' cannot be stored: tensor 0 begins betw"
+    ):
         store.save_model({"x": torch.ones(3)}, "m")
     assert store.list() == ()
 
@@ -150,7 +152,9 @@ def test_values_that_a_manifest_has_no_room_for_are_refused_before_anything_is_w
 ) -> None:
     monkeypatch.setattr(catalog, "MANIFEST_LIMIT", 1 << 20)
 
-    with pytest.raises(sky.SerializationError, match=r"would take 2 MiB, .* has room for 1; turn"):
+    with pytest.raises(
+        sky.errors.SerializationError, match=r"would take 2 MiB, .* has room for 1; turn"
+    ):
         store.save_model({"x": torch.ones(3), "text": b"x" * (3 << 19)}, "m")
     assert not folder.exists()
 
@@ -243,7 +247,7 @@ def test_nested_values_return_as_they_were(store: sky.ModelStore, same: Any, val
 def test_what_cannot_be_stored_is_named_by_its_path(
     store: sky.ModelStore, value: Any, message: str
 ) -> None:
-    with pytest.raises(sky.SerializationError, match=message):
+    with pytest.raises(sky.errors.SerializationError, match=message):
         store.save_model(value, "m")
     assert store.list() == ()
 
@@ -252,7 +256,7 @@ def test_a_value_that_contains_itself_is_refused(store: sky.ModelStore) -> None:
     value: list[Any] = []
     value.append(value)
 
-    with pytest.raises(sky.SerializationError, match="contains itself"):
+    with pytest.raises(sky.errors.SerializationError, match="contains itself"):
         store.save_model(value, "m")
 
 
@@ -261,7 +265,7 @@ def test_numpy_numbers_become_plain_ones_and_arrays_are_refused(store: sky.Model
     store.save_model({"step": numpy.int64(3), "loss": numpy.float32(0.5)}, "m")
 
     assert store.load_model("m") == {"step": 3, "loss": 0.5}
-    with pytest.raises(sky.SerializationError, match=r"x: .*torch\.from_numpy"):
+    with pytest.raises(sky.errors.SerializationError, match=r"x: .*torch\.from_numpy"):
         store.save_model({"x": numpy.zeros(3)}, "m")
 
 
@@ -285,7 +289,7 @@ def test_a_file_with_code_in_it_is_not_imported(
     torch.save({"f": Tied()}, file, _use_new_zipfile_serialization=not old)
 
     with pytest.raises(
-        sky.StoreError, match=r"hostile\.pt: cannot be imported.*Tied.*state_dict\(\)"
+        sky.errors.StoreError, match=r"hostile\.pt: cannot be imported.*Tied.*state_dict\(\)"
     ):
         store.import_file(file, "m")
     assert store.list() == ()

@@ -525,14 +525,14 @@ def test_servers_that_cannot_be_are_refused(
     pytest.importorskip(
         "aiohttp", reason="aiohttp is not installed: pip install skyward-torch[server]"
     )
-    with pytest.raises(sky.ConfigurationError, match=told):
+    with pytest.raises(sky.errors.ConfigurationError, match=told):
         serve_here(folder, **{"port": 0} | options)
 
 
 def test_a_port_that_is_taken_is_told(folder: Path, serve: Serve) -> None:
     port = int(serve(folder).address.rpartition(":")[2])
 
-    with pytest.raises(sky.ConfigurationError, match=rf"port={port}.*in use.*another port"):
+    with pytest.raises(sky.errors.ConfigurationError, match=rf"port={port}.*in use.*another port"):
         serve_here(folder, port=port)
 
 
@@ -540,7 +540,7 @@ def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     monkeypatch.delitem(sys.modules, "skyward.store.server.web", raising=False)
 
-    with pytest.raises(sky.ConfigurationError, match=r"install skyward-torch\[server\]"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"install skyward-torch\[server\]"):
         serve_here(folder)
 
 

@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_told_before_anything_moves(store, device, moved) -
     before = here(model.state_dict())
     moved()
 
-    with pytest.raises(sky.ModelMismatchError, match=r"encode\.weight  stored \[64, 64\]"):
+    with pytest.raises(sky.errors.ModelMismatchError, match=r"encode\.weight  stored \[64, 64\]"):
         store.load_model("m", into=model)
 
     assert moved() == 0
@@ -235,13 +235,15 @@ def test_damage_is_found_by_the_node(anywhere, device) -> None:
 
     for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-1]):
         place.write(entry.path, [damaged])
-        with pytest.raises(sky.StoreDamagedError, match=r"objects/.* part of 'm' version 1") as far:
+        with pytest.raises(
+            sky.errors.StoreDamagedError, match=r"objects/.* part of 'm' version 1"
+        ) as far:
             anywhere.load_model("m", device=device)
-        with pytest.raises(sky.StoreDamagedError) as near:
+        with pytest.raises(sky.errors.StoreDamagedError) as near:
             anywhere.load_model("m")
         assert str(far.value) == str(near.value)
         assert any("node 0" in note for note in far.value.__notes__)
-        with pytest.raises(sky.StoreDamagedError):
+        with pytest.raises(sky.errors.StoreDamagedError):
             anywhere.load_model("m", into=model)
         assert model.x.abs().sum().item() == model.y.abs().sum().item() == 0
 
@@ -447,9 +449,9 @@ def test_a_remote_place_that_the_node_cannot_open_is_an_error(
     store.save_model({"x": torch.ones(3)}, "m")
 
     told = rf"node 0 of {compute.name} cannot use onlyhere://.*Protocol not known.*sky\.Image\("
-    with pytest.raises(sky.StoreError, match=told):
+    with pytest.raises(sky.errors.StoreError, match=told):
         store.load_model("m", device=device)
-    with pytest.raises(sky.StoreError, match=told):
+    with pytest.raises(sky.errors.StoreError, match=told):
         store.save_model({"x": torch.ones(3, device=device)}, "m")
 
 

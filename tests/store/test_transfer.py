@@ -117,7 +117,7 @@ def test_a_model_that_is_defined_otherwise_is_told_how(models, store) -> None:
 
     store.save_model(models.ComplexModel(), "complex")
 
-    with pytest.raises(sky.ModelMismatchError) as caught:
+    with pytest.raises(sky.errors.ModelMismatchError) as caught:
         store.load_model("complex", into=ComplexModel())
 
     told = str(caught.value)

@@ -105,13 +105,13 @@ def test_a_version_number_is_never_used_again(store: sky.ModelStore) -> None:
 def test_what_is_not_there_is_named_with_what_is(store: sky.ModelStore) -> None:
     store.save_model({}, "mnist")
 
-    with pytest.raises(sky.ModelNotFoundError, match="no model 'minst'; it has: mnist"):
+    with pytest.raises(sky.errors.ModelNotFoundError, match="no model 'minst'; it has: mnist"):
         store.load_model("minst")
-    with pytest.raises(sky.ModelNotFoundError, match="no version 7 of 'mnist'; it has: 1"):
+    with pytest.raises(sky.errors.ModelNotFoundError, match="no version 7 of 'mnist'; it has: 1"):
         store.load_model("mnist", version=7)
-    with pytest.raises(sky.ModelNotFoundError, match="no model 'x'"):
+    with pytest.raises(sky.errors.ModelNotFoundError, match="no model 'x'"):
         store.delete("x")
-    with pytest.raises(sky.ModelNotFoundError, match="no model 'x'"):
+    with pytest.raises(sky.errors.ModelNotFoundError, match="no model 'x'"):
         store.versions("x")
 
 
@@ -131,7 +131,7 @@ def test_names_that_lead_elsewhere_are_refused(
         lambda: store.delete(name),
         lambda: store.versions(name),
     ):
-        with pytest.raises(sky.ConfigurationError, match="not a model's name; use up to"):
+        with pytest.raises(sky.errors.ConfigurationError, match="not a model's name; use up to"):
             action()
     assert not folder.exists()
 
@@ -152,18 +152,20 @@ def test_names_that_differ_only_in_case_are_told_apart(store: sky.ModelStore, fo
     # What a filesystem that ignores case shows of the other name.
     (folder / "models" / "Model").symlink_to(folder / "models" / "model")
 
-    with pytest.raises(sky.StoreDamagedError, match=r"holds version 1 of 'model'.*another name"):
+    with pytest.raises(
+        sky.errors.StoreDamagedError, match=r"holds version 1 of 'model'.*another name"
+    ):
         Catalog(LocalFiles(folder)).read("Model", 1)
 
 
 @pytest.mark.parametrize("metadata", [{1: 2}, "text", ["list"]])
 def test_metadata_must_be_a_mapping(store: sky.ModelStore, metadata: object) -> None:
-    with pytest.raises(sky.ConfigurationError, match="must be a mapping with text for keys"):
+    with pytest.raises(sky.errors.ConfigurationError, match="must be a mapping with text for keys"):
         store.save_model({}, "m", metadata=metadata)  # type: ignore[arg-type]
 
 
 def test_metadata_must_be_json(store: sky.ModelStore) -> None:
-    with pytest.raises(sky.SerializationError, match="metadata cannot be written as JSON"):
+    with pytest.raises(sky.errors.SerializationError, match="metadata cannot be written as JSON"):
         store.save_model({}, "m", metadata={"when": object()})
 
 
@@ -249,7 +251,7 @@ def test_a_change_during_the_save_is_noticed(
         return stored(saving, spans)
 
     monkeypatch.setattr(Saving, "_stored", meddled)
-    with pytest.raises(sky.StoreError, match=r"x changed while it was being saved"):
+    with pytest.raises(sky.errors.StoreError, match=r"x changed while it was being saved"):
         store.save_model(value, "m")
     assert store.list() == ()
 
@@ -268,7 +270,9 @@ def test_what_is_stored_has_the_name_of_what_was_written(
 
     monkeypatch.setattr(memory, "write_named", meddled)
     if size < LocalFiles.whole // 4:
-        with pytest.raises(sky.StoreError, match=r"shape \[1000\] changed while it was being"):
+        with pytest.raises(
+            sky.errors.StoreError, match=r"shape \[1000\] changed while it was being"
+        ):
             store.save_model(value, "m")
         assert store.list() == ()
     else:
@@ -281,7 +285,9 @@ def test_a_version_is_a_whole_number(store: sky.ModelStore, version: object) -> 
     store.save_model({"x": 1}, "m")
 
     for action in (store.delete, store.describe):
-        with pytest.raises(sky.ConfigurationError, match="a version is a whole number; pass an"):
+        with pytest.raises(
+            sky.errors.ConfigurationError, match="a version is a whole number; pass an"
+        ):
             action("m", version=version)  # type: ignore[arg-type]
     assert len(store.versions("m")) == 1
 
@@ -298,7 +304,7 @@ def test_what_is_deleted_while_it_is_listed_is_left_out(
         with monkeypatch.context() as patch:
             patch.setattr(Catalog, "numbers", numbers)
             for other, version in (("a", 2), ("b", 1)):
-                with contextlib.suppress(sky.ModelNotFoundError):
+                with contextlib.suppress(sky.errors.ModelNotFoundError):
                     sky.ModelStore(store._files.url).delete(other, version=version)
         return found
 
@@ -322,7 +328,7 @@ def test_a_model_that_goes_while_it_is_looked_up(
     if action == "delete":
         store.delete("m")
     else:
-        with pytest.raises(sky.ModelNotFoundError, match="'m' any more: it was deleted"):
+        with pytest.raises(sky.errors.ModelNotFoundError, match="'m' any more: it was deleted"):
             store.versions("m")
 
 
@@ -347,7 +353,9 @@ def test_a_number_that_was_used_and_deleted_meanwhile_is_not_used_again(
 
 def test_metadata_must_be_unicode(store: sky.ModelStore, folder: Path) -> None:
     for metadata in ({"note": "\ud800"}, {"\ud800": 1}):
-        with pytest.raises(sky.SerializationError, match="metadata cannot be written as JSON"):
+        with pytest.raises(
+            sky.errors.SerializationError, match="metadata cannot be written as JSON"
+        ):
             store.save_model({"x": torch.ones(3)}, "m", metadata=metadata)
     assert not folder.exists()
 
@@ -371,7 +379,7 @@ def test_few_manifests_are_remembered_and_none_for_a_listing(
 
 @pytest.mark.parametrize("older_than", ["1d", None, True, float("nan")])
 def test_the_collector_takes_seconds(store: sky.ModelStore, older_than: object) -> None:
-    with pytest.raises(sky.ConfigurationError, match="takes seconds"):
+    with pytest.raises(sky.errors.ConfigurationError, match="takes seconds"):
         store.gc(older_than=older_than)  # type: ignore[arg-type]
 
 
@@ -393,7 +401,9 @@ def test_the_collector_removes_nothing_when_a_listing_fails(
             return scandir(path)
 
         monkeypatch.setattr(os, "scandir", failing)
-        with pytest.raises(sky.StoreError, match=f"{broken}: listing failed: Stale file handle"):
+        with pytest.raises(
+            sky.errors.StoreError, match=f"{broken}: listing failed: Stale file handle"
+        ):
             store.gc(older_than=0)
         monkeypatch.setattr(os, "scandir", scandir)
         assert sorted(folder.rglob("*")) == sorted({*kept, folder / "saves"})

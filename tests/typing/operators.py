@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from typing import assert_type
 
 import skyward as sky
+from skyward.calls.flow import Results
 
 
 class Model:
@@ -110,9 +111,9 @@ def gather_is_a_list_or_a_stream(model: Model, compute: sky.Compute) -> None:
 
 
 def map_is_an_iterator_and_a_list(models: list[Model], compute: sky.Compute) -> None:
-    assert_type(compute.map(evaluate, models), sky.Results[float])
-    assert_type(compute.map(evaluate, models, ordered=False), sky.Results[float])
-    assert_type(compute.map(train, models, [1, 2, 3]), sky.Results[Model])
+    assert_type(compute.map(evaluate, models), Results[float])
+    assert_type(compute.map(evaluate, models, ordered=False), Results[float])
+    assert_type(compute.map(train, models, [1, 2, 3]), Results[Model])
     assert_type(next(compute.map(evaluate, models)), float)
     assert_type(compute.map(evaluate, models)[0], float)
     assert_type(compute.map(evaluate, models)[:2], list[float])
@@ -177,7 +178,7 @@ Counter = sky.cls(restart=True, timeout=60, resources="own")(PlainCounter)
 def objects_on_nodes_have_the_types_of_their_classes(compute: sky.Compute) -> None:
     tokenizer = Tokenizer("gpt2", fast=False) >> compute
     assert_type(tokenizer.encode("text"), list[int])
-    assert_type(compute.map(tokenizer.encode, ["a"]), sky.Results[list[int]])
+    assert_type(compute.map(tokenizer.encode, ["a"]), Results[list[int]])
     assert_type(sky.function(tokenizer.encode)("text") >> compute, list[int])
     assert_type(Counter() > compute, sky.Future[PlainCounter])
     assert_type((Counter() >> compute).count(), int)

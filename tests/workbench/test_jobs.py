@@ -166,7 +166,7 @@ def test_names_and_commands_that_cannot_be_are_refused(running: Fleet) -> None:
         jobs.start(running, 0, "../x", ["true"])
     with pytest.raises(PoolError, match="no program 'treu'"):
         jobs.start(running, 0, "x", ["treu"])
-    with pytest.raises(sky.ConfigurationError, match=r"there is no script nowhere\.py"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"there is no script nowhere\.py"):
         jobs.start_script(running, 0, Path("nowhere.py"))
 
 

@@ -57,7 +57,7 @@ def test_a_page_that_cannot_be_served_says_why(pool: Fleet) -> None:
 
 
 def test_a_node_that_is_not_there_is_named(pool: Fleet) -> None:
-    with pytest.raises(sky.ConfigurationError, match=r"node 7 .* \[0, 1\]"):
+    with pytest.raises(sky.errors.ConfigurationError, match=r"node 7 .* \[0, 1\]"):
         pool.service(7, "about")
 
 

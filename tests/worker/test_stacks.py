@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward.nodes.stacks import node_stacks
+from skyward.nodes.stacks import Stacks, node_stacks
 from skyward.wire.asking import ServiceConnection
 from skyward.worker import inspection
 
@@ -60,7 +60,7 @@ def test_a_worker_shows_its_task_and_the_line_that_it_is_at(
     assert "executor.py" not in str(busy), "Skyward's own frames are folded"
     assert "executor.py" in busy.text(everything=True)
     assert ": idle" in str(idle)
-    assert str(sky.Stacks([idle, busy])).startswith("node 0 worker 0 (pid")
+    assert str(Stacks([idle, busy])).startswith("node 0 worker 0 (pid")
 
 
 def test_an_import_is_shown_without_the_frames_of_the_import_system(

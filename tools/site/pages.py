@@ -13,7 +13,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 import skyward
-from skyward import accelerators, plugins
+from skyward import accelerators, errors, plugins
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -67,10 +67,19 @@ def reference() -> Iterator[tuple[str, str]]:
     """The reference: every public name, on the page of its room."""
     page_of = {room: page for page, (_, rooms) in PAGES.items() for room in rooms}
     names: dict[str, list[str]] = {page: [] for page in (*PAGES, REST)}
-    for name in skyward.__all__:
-        if name not in skyward._MODULES:
-            home = getattr(skyward, name).__module__.removeprefix("skyward.")
-            names[page_of.get(home.partition(".")[0], REST)].append(f"skyward.{name}")
+    paths = [f"skyward.{name}" for name in skyward.__all__ if name not in skyward._MODULES]
+    # What users get and never make is no name of the top, but has a place in the reference.
+    paths += [f"skyward.{home}.{name}" for name, home in skyward._MOVED.items() if home != "errors"]
+    for path in paths:
+        home = pkgutil.resolve_name(path).__module__.removeprefix("skyward.")
+        names[page_of.get(home.partition(".")[0], REST)].append(path)
+    listed_already = {path.rpartition(".")[2] for path in names["errors"]}
+    names["errors"] += [
+        f"skyward.errors.{name}"
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and kind.__module__ == errors.__name__
+        if name not in listed_already
+    ]
     names["plugins"] += [f"skyward.plugins.frameworks.{each}.{each}" for each in plugins.__all__]
     titles = {page: title for page, (title, _) in PAGES.items()} | {REST: "More"}
     listed = []
@@ -78,7 +87,7 @@ def reference() -> Iterator[tuple[str, str]]:
         modules = _modules() if page == REST else []
         if not public and not modules:
             continue
-        blocks = "\n\n".join(map(_block, public))
+        blocks = "\n\n".join(f"::: {name}" for name in public)
         blocks += "\n\n".join(f"\n\n::: {name}\n    options: {{members: true}}" for name in modules)
         yield f"reference/{page}.md", f"# {titles[page]}\n\n{blocks}\n"
         words = ", ".join(f"`{name.rpartition('.')[2]}`" for name in [*public, *modules])
@@ -90,18 +99,9 @@ def reference() -> Iterator[tuple[str, str]]:
     yield "reference/index.md", f"{head}\n\n{table}\n"
 
 
-def _block(name: str) -> str:
-    """What stands for a name: its own words, or which name it is another word for."""
-    last = name.rpartition(".")[2]
-    real = getattr(getattr(skyward, last, None), "__name__", last)
-    if real == last:
-        return f"::: {name}"
-    return f"## {last} {{ #{name} }}\n\nAnother name of `{real}`."
-
-
 def _modules() -> list[str]:
     """Public modules that have no page of their own."""
-    known = ("accelerators", "plugins")
+    known = ("accelerators", "errors", "plugins")
     return [f"skyward.{name}" for name in skyward._MODULES if name not in known]
 
 

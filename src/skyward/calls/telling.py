@@ -8,6 +8,7 @@ from typing import Any
 from skyward.calls.lane import Lane
 from skyward.calls.parcels import HEAVY_BYTES
 from skyward.calls.task import Failed, Task
+from skyward.curves import Curves, Place
 from skyward.events import (
     CallCancelled,
     CallFailed,
@@ -21,7 +22,6 @@ from skyward.events import (
     Transferred,
 )
 from skyward.listeners import Tracking
-from skyward.numbers import Curves, Place
 from skyward.wire.messages import Logged, Written
 
 

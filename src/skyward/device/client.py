@@ -9,12 +9,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from skyward.device import recovery, remembered
-from skyward.device.core import DeviceError, core
+from skyward.device.core import core
 from skyward.device.library import DeviceProcess
 from skyward.device.meeting import Whereabouts
 from skyward.device.processors import spared
 from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
 from skyward.device.recovery import recoveries
+from skyward.errors import DeviceError
 from skyward.wire.channel import Channel
 
 

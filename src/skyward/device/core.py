@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 from skyward.device import libraries, module, recovery
-from skyward.device.library import Core, DeviceError, DeviceStats
+from skyward.device.library import Core, DeviceStats
 from skyward.errors import ConfigurationError
 
-__all__ = ["Core", "DeviceError", "DeviceStats", "core", "device_stats"]
+__all__ = ["Core", "DeviceStats", "core", "device_stats"]
 
 _core: Core | None = None
 _lock = threading.Lock()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from skyward.device import build, meeting, operators
 from skyward.device.meeting import Whereabouts
 from skyward.device.properties import DeviceProperties
-from skyward.errors import SkywardError
+from skyward.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +26,6 @@ LEFT_COMPOSITE = (
     "_test_parallel_materialize"
 )
 DEVICES_MAX = 64
-_GONE = re.compile(r"sky:(\d+) (?:\([^)]*\) )?is gone: ")
 
 _Introduce = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -37,43 +35,6 @@ _Introduce = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_char),
     ctypes.c_uint64,
 )
-
-
-class DeviceError(SkywardError, RuntimeError):
-    """A sky device cannot do what was asked.
-
-    Errors of the device are of this class, except those that PyTorch raises as a class of their own
-    on any device, such as IndexError, NotImplementedError and torch.OutOfMemoryError.
-    """
-
-    _explain: ClassVar[list[Callable[[int], str]]] = []
-    _explained: ClassVar[dict[int, str]] = {}
-
-    def __init__(self, text: str = "", *more: object) -> None:
-        gone = _GONE.match(text)
-        if gone is not None:
-            # Looked for once, when the first error says it: the tensors may be dropped later.
-            index = int(gone[1])
-            if index not in self._explained:
-                self._explained[index] = ""
-                self._explained[index] = "".join(explain(index) for explain in self._explain)
-            text += self._explained[index]
-        super().__init__(text, *more)
-
-    @classmethod
-    def explain_with(cls, explain: Callable[[int], str]) -> None:
-        """Add to errors of a device that is gone what this function says of it, by its index."""
-        cls._explain[:] = [explain]
-
-    @classmethod
-    def forget(cls, index: int) -> None:
-        """Note that a new device has this index."""
-        cls._explained.pop(index, None)
-
-    @classmethod
-    def leave_unexplained(cls, index: int) -> None:
-        """Note that a device ends because its user wants it to: nothing is lost."""
-        cls._explained[index] = ""
 
 
 class Life(NamedTuple):

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from skyward.device import legacy, recurrent, saving
-from skyward.device.library import Core, DeviceError
+from skyward.device.library import Core
 from skyward.device.properties import DeviceProperties
+from skyward.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from skyward.device.library import Core, DeviceError, Life
+from skyward.device.library import Core, Life
+from skyward.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from skyward.calls.device_tensors import Holder
 from skyward.console import Console
 from skyward.device import build, processors
-from skyward.device.library import DeviceError
 from skyward.device.meeting import Whereabouts
 from skyward.device.recovery import recoveries
-from skyward.errors import ConfigurationError, NoDeviceError, SkywardError
+from skyward.errors import ConfigurationError, DeviceError, NoDeviceError, SkywardError
 from skyward.events import DeviceClosed, DeviceOpened, EventStream
 from skyward.nodes.node import Roster
 from skyward.nodes.spec import PoolSpec

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from skyward.errors import DeviceError
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.usage import NodeUsage
 from skyward.page.state import key_of
@@ -115,7 +116,7 @@ def device_rows(fleet: Fleet) -> list[dict[str, Any]]:
     if not opened:
         return []
     # Imported here: it imports torch, which a process with an open device has done already.
-    from skyward.device.core import DeviceError, core
+    from skyward.device.core import core
 
     rows = []
     for node, index, kind in opened:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from skyward.curves import News, Told
 from skyward.events import (
     CallCancelled,
     CallFailed,
@@ -34,7 +35,6 @@ from skyward.events import (
     in_json,
 )
 from skyward.nodes.fleet import Fleet
-from skyward.numbers import News, Told
 from skyward.worker.task_board import BUCKETS
 
 CALLS_KEPT = 1000

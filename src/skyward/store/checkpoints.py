@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from skyward.device.core import core, index_of
 from skyward.device.failures import failures
-from skyward.device.library import DeviceError, Life
+from skyward.device.library import Life
 from skyward.device.recovery import Recovery, recoveries, summary
-from skyward.errors import ConfigurationError
+from skyward.errors import ConfigurationError, DeviceError
 from skyward.store.catalog import manifest_url
 from skyward.store.format import tree
 from skyward.store.format.layout import tensor_at

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from skyward import context, instances, numbers
+from skyward import context, curves, instances
 from skyward.errors import PluginError, PoolError, ProtocolError
 from skyward.objects import encoding
 from skyward.objects.payloads import Pieces
@@ -103,7 +103,7 @@ class Executor:
             lambda job: self._interrupts.raise_in(job, KeyboardInterrupt),
         )
         self._log = NumberLog(self._asking_job, lambda message: self._client.tell(message))
-        numbers.install(self._log)
+        curves.install(self._log)
         self._runner = JobRunner(
             self._hooks, self._interrupts, self._capture, self._log, self._debuggers, self._hurry
         )

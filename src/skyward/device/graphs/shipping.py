@@ -27,7 +27,8 @@ from skyward.device.graphs.text import (
     Writer,
     name_of,
 )
-from skyward.device.library import Core, DeviceError
+from skyward.device.library import Core
+from skyward.errors import DeviceError
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)

@@ -10,7 +10,7 @@ from typing import Any
 from skyward.device.graphs import backend, shipping
 from skyward.device.libraries.choice import Choice
 from skyward.device.libraries.patches import wrap
-from skyward.device.library import DeviceError
+from skyward.errors import DeviceError
 
 NO_STREAM = "opt_ready_stream && opt_parent_stream"
 """What the engine asserts of a gradient's streams; it looks for streams of one accelerator only."""
