@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 import skyward as sky
+from skyward import console
 from skyward.device.build import CompilerError
 
 RUN = uuid.uuid4().hex
@@ -199,6 +200,12 @@ def threads(sharing: Sharing) -> Iterator[sky.Compute]:
     worker = sky.Worker(concurrency=4, executor="thread")
     with sharing(sky.Compute(worker=worker, options=sky.Options(console=False))) as compute:
         yield compute
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have consoles show lines as if no other test's pool ran, whose name would be shown."""
+    monkeypatch.setattr(console, "_of_pools", set())
 
 
 @pytest.fixture

@@ -593,6 +593,7 @@ def test_around_calls_it_takes_what_the_pool_forwards(compute, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("alone")
 def test_after_the_block_output_is_shown_again(compute, capsys):
     lines = []
     with sky.redirect_output(lines.append):
@@ -689,6 +690,7 @@ def test_a_callback_that_fails_does_not_break_the_pool(compute):
     assert sky.function(lambda: 2)() >> compute == 2
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("error", [LookupError, SystemExit])
 def test_a_callback_that_fails_is_reported_once_and_its_lines_are_shown(compute, capsys, error):
     taken = []

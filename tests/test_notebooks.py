@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,9 @@ pytest.importorskip("nbclient")
 
 import nbformat
 from nbclient import NotebookClient
+
+from skyward.calls.dispatch import Counts
+from skyward.compute.snapshot import snapshot
 
 from .conftest import PATIENCE, Eventually, only_in_all, worker_processes
 from .kernels import Kernel, kernel_in
@@ -471,3 +476,13 @@ def test_the_example_notebook_shows_what_it_promises() -> None:
     for told in ("2 nodes ready in", "100%", "2 ready", "accuracy 0.9", "([899, 898], True)"):
         assert any(told in each for each in shown), told
     assert not any(each.get("name") == "stderr" for each in outputs)
+
+
+def test_a_pool_of_which_only_devices_were_used_tells_of_no_calls() -> None:
+    spec = SimpleNamespace(provider=object())
+    ledger = SimpleNamespace(cost=None, hourly_cost=None)
+    calls = SimpleNamespace(counts=Counts(), traffic=lambda: (2048, 1024))
+    fleet: Any = SimpleNamespace(closed=True, spec=spec, dispatcher=calls, ledger=ledger)
+    shown = snapshot("p", fleet)
+    assert "2.0 KiB sent, 1.0 KiB received" in shown
+    assert "calls" not in shown

@@ -20,6 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward as sky
+from skyward.console import Console
+from skyward.console.plain import Plain
 from skyward.wire.frames import META_LIMIT
 from skyward.worker.output import PIECE, LineCutter
 
@@ -95,6 +97,7 @@ def test_lines_keep_their_order(compute, printed):
     assert printed == [f"line {number}" for number in range(1000)]
 
 
+@pytest.mark.usefixtures("alone")
 def test_stdout_goes_to_stdout_and_stderr_to_stderr_labelled_by_node(compute, capsys):
     compute.run(write("to out"), on=1)
     compute.run(write("to err", "stderr"), on=0)
@@ -102,6 +105,7 @@ def test_stdout_goes_to_stdout_and_stderr_to_stderr_labelled_by_node(compute, ca
     assert capsys.readouterr() == ("[node 1] to out\n", "[node 0] to err\n")
 
 
+@pytest.mark.usefixtures("alone")
 def test_every_node_is_labelled(compute, capsys):
     write("hello") @ compute
 
@@ -109,6 +113,7 @@ def test_every_node_is_labelled(compute, capsys):
     assert sorted(lines) == ["[node 0] hello", "[node 1] hello"]
 
 
+@pytest.mark.usefixtures("alone")
 def test_workers_of_a_node_are_told_apart(capsys):
     with sky.Compute(worker=sky.Worker(per_node=2), options=QUIET) as pool:
         write("hello") @ pool
@@ -829,3 +834,27 @@ def test_a_line_that_does_not_end_is_shown_in_parts(compute, printed, monkeypatc
 
     assert sum(map(len, printed)) == 10 << 20
     assert all(len(line) <= 8 << 20 for line in printed)
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_console_names_its_pool_while_several_run(capsys):
+    first = Console(Plain(), several_workers=False, pool="train")
+    first.output("alone\n", "stdout", 0, 0, "f", False)
+    first.drain()
+    second = Console(Plain(), several_workers=True, pool="serve")
+    for console in (first, second):
+        console.output("both\n", "stdout", 1, 0, "f", False)
+        console.phase(1, "lost")
+        console.drain()
+    second.close("")
+    first.output("alone again\n", "stdout", 0, 0, "f", False)
+    first.close("")
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [
+        "[node 0] alone",
+        "[train node 1] both",
+        "[serve node 1.0] both",
+        "[node 0] alone again",
+    ]
+    told = [line.partition(" (")[0] for line in shown.err.splitlines()]
+    assert told == ["skyward: train node 1: lost", "skyward: serve node 1: lost"]

@@ -375,7 +375,8 @@ class Compute:
 
     def _start(self, spec: PoolSpec, adoption: Adoption | None = None) -> None:
         self._spec = spec
-        console = console_for(spec.options.console, several_workers=spec.worker.per_node != 1)
+        options, several = spec.options, spec.worker.per_node != 1
+        console = console_for(options.console, several_workers=several, pool=spec.name)
         fleet = Fleet(spec, console, broadcast, adoption)
         self._was_ready = self._ended = False
         self._fleet = fleet

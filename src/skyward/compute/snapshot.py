@@ -100,7 +100,10 @@ def _gpus(view: NodeView, usage: NodeUsage | None) -> str:
 
 def _numbers(fleet: Fleet) -> str:
     sent, received = fleet.dispatcher.traffic()
-    parts = [done(fleet.dispatcher.counts), f"{size(sent)} sent, {size(received)} received"]
+    counts = fleet.dispatcher.counts
+    # A pool of which only devices are used makes no calls.
+    parts = [done(counts)] if counts.submitted else []
+    parts.append(f"{size(sent)} sent, {size(received)} received")
     cost, hourly = fleet.ledger.cost, fleet.ledger.hourly_cost
     if cost:
         parts.append(f"{money(cost)} so far" + (f", {money(hourly)} an hour" if hourly else ""))

@@ -20,6 +20,8 @@ from skyward.context import Listener, Output
 STUCK_SECONDS = 5.0
 """After so long without showing anything, `drain` and `close` stop waiting for the console."""
 
+_of_pools: set[Console] = set()
+"""The consoles of the pools of this process; where there are several, each names its pool."""
 _on_terminal: set[Console] = set()
 """The consoles that draw on this process's terminal."""
 
@@ -28,7 +30,9 @@ class Face(Protocol):
     """How events are shown; called on the console's own thread only."""
 
     def begin(self, title: str, nodes: int) -> None: ...
-    def phase(self, node: int, phase: str, seconds: float) -> None: ...
+    def phase(self, node: int, phase: str, seconds: float, pool: str = "") -> None:
+        """`pool` is the name of the node's pool where several pools run."""
+
     def ready(self, text: str) -> None: ...
     def line(self, label: str, line: Output) -> None: ...
     def bar(self, label: str, state: Output) -> None: ...
@@ -45,8 +49,13 @@ class Console:
     In a notebook, output appears under the cell that asked for it: `shell` is IPython's.
     """
 
-    def __init__(self, face: Face, *, several_workers: bool, shell: Any = None) -> None:
-        self._face = face
+    def __init__(
+        self, face: Face, *, several_workers: bool, shell: Any = None, pool: str = ""
+    ) -> None:
+        """`pool` is the name of the pool; empty if the console is no pool's."""
+        self._face, self._pool = face, pool
+        if pool:
+            _of_pools.add(self)
         self.shell = shell
         """IPython's shell, in a notebook."""
         self._several_workers = several_workers
@@ -121,6 +130,7 @@ class Console:
         if threading.current_thread() is not self._thread:
             self._while_moving(self._ended)
         _on_terminal.discard(self)
+        _of_pools.discard(self)
 
     def _while_moving(self, wait: Callable[[float], bool]) -> None:
         """Wait, but not for a stopped terminal, nor for a listener that waits for this thread."""
@@ -158,6 +168,10 @@ class Console:
 
     def _show(self, kind: str, details: Any) -> None:
         match kind:
+            case "phase":
+                with self._above_bars():
+                    node, phase, seconds = details
+                    self._face.phase(node, phase, seconds, self._shown_pool)
             case "drain":
                 try:
                     self._face.redraw(at_once=True)
@@ -191,6 +205,11 @@ class Console:
                 with self._above_bars():
                     getattr(self._face, kind)(*details)
 
+    @property
+    def _shown_pool(self) -> str:
+        """The name of the pool, if it is not the only one."""
+        return self._pool if len(_of_pools) > 1 else ""
+
     def _above_bars(self) -> contextlib.AbstractContextManager[None]:
         """Take the bars that the user's program draws away, and draw them again below."""
         tqdm = client_bars() if self.shell is None else None
@@ -203,6 +222,7 @@ class Console:
         self, text: str, stream: str, node: int, worker: int, task: str, transient: bool
     ) -> None:
         place = f"{node}.{worker}" if self._several_workers else f"{node}"
+        label = f"{self._shown_pool} node {place}".lstrip()
         lines = [text] if transient else text.removesuffix("\n").split("\n")
         # A listener may take its time, and the bars must not wait for it.
         with contextlib.nullcontext() if context.pool_listeners else self._above_bars():
@@ -211,11 +231,11 @@ class Console:
                 output = Output(line, stream, node, worker, task)
                 if context.pool_listeners:
                     if not transient:
-                        self._tell(context.pool_listeners[-1], f"node {place}", output)
+                        self._tell(context.pool_listeners[-1], label, output)
                 elif transient:
-                    self._face.bar(f"node {place}", output)
+                    self._face.bar(label, output)
                 else:
-                    self._face.line(f"node {place}", output)
+                    self._face.line(label, output)
 
     def _tell(self, listener: Listener, label: str, line: Output) -> None:
         """Give a line to the user's listener; show the line if the listener fails."""
@@ -256,7 +276,7 @@ def _in(cell: Context | None, action: Callable[..., None], *details: Any) -> Non
         cell.run(action, *details)
 
 
-def console_for(wanted: bool | None, *, several_workers: bool) -> Console:
+def console_for(wanted: bool | None, *, several_workers: bool, pool: str = "") -> Console:
     """The console that fits a notebook, a terminal or a log; quiet on request."""
     face: Face
     shell = kernel_shell()
@@ -271,14 +291,14 @@ def console_for(wanted: bool | None, *, several_workers: bool) -> Console:
     elif sys.stderr is not None and sys.stderr.isatty():
         from skyward.console.terminal import Terminal
 
-        console = Console(Terminal(), several_workers=several_workers)
+        console = Console(Terminal(), several_workers=several_workers, pool=pool)
         _on_terminal.add(console)
         return console
     else:
         from skyward.console.plain import Plain
 
         face = Plain()
-    return Console(face, several_workers=several_workers, shell=shell)
+    return Console(face, several_workers=several_workers, shell=shell, pool=pool)
 
 
 def terminal_in_use() -> bool:

@@ -120,7 +120,7 @@ class Notebook:
         self._panel = Panel(self._shell)
         self._draw()
 
-    def phase(self, node: int, phase: str, seconds: float) -> None:
+    def phase(self, node: int, phase: str, seconds: float, pool: str = "") -> None:
         """Change a node's row; after the start, in a new display under the newest cell."""
         self._phases[node] = (phase, seconds)
         if self._panel is None:

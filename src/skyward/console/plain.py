@@ -37,7 +37,7 @@ class Quiet:
     def begin(self, title: str, nodes: int) -> None:
         """Nothing."""
 
-    def phase(self, node: int, phase: str, seconds: float) -> None:
+    def phase(self, node: int, phase: str, seconds: float, pool: str = "") -> None:
         """Nothing."""
 
     def ready(self, text: str) -> None:
@@ -78,10 +78,10 @@ class Plain(Quiet):
         self._nodes = nodes
         self._say(title)
 
-    def phase(self, node: int, phase: str, seconds: float) -> None:
+    def phase(self, node: int, phase: str, seconds: float, pool: str = "") -> None:
         """Say which phase a node has entered; of many nodes, how many tenths are ready."""
         if self._nodes <= MANY_NODES or phase in ("failed", "lost"):
-            self._say(f"node {node}: {phase} ({seconds:.1f} s)")
+            self._say(f"{f'{pool} node'.lstrip()} {node}: {phase} ({seconds:.1f} s)")
         if phase != "ready":
             self._ready.discard(node)
             return

@@ -46,14 +46,14 @@ class Terminal:
         self._title = title
         self._show()
 
-    def phase(self, node: int, phase: str, seconds: float) -> None:
+    def phase(self, node: int, phase: str, seconds: float, pool: str = "") -> None:
         """Update a node's row; after the start, write a line."""
         before, _ = self._phases.get(node, ("", 0.0))
         self._counts[before] -= 1
         self._counts[phase] += 1
         self._phases[node] = (phase, seconds)
         if self._live is None and (phase in DONE or not self._is_many):
-            self._say(f"[dim]skyward[/] node {node}: {phase}")
+            self._say(f"[dim]skyward[/] {escape(f'{pool} node'.lstrip())} {node}: {phase}")
         elif self._live is not None:
             self._show()
 

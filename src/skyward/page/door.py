@@ -134,10 +134,14 @@ class Door:
 def _all_stacks() -> list[PoolStacks]:
     """The stacks of all pools of this process, which are asked at once."""
     pools = hub.fleets
-    with ThreadPoolExecutor(min(POOLS_AT_ONCE, len(pools)) or 1, "skyward-door-stacks") as threads:
-        return list(
-            threads.map(lambda each: PoolStacks.of(each.id, each.spec.name, each.stacks), pools)
-        )
+    try:
+        with ThreadPoolExecutor(min(POOLS_AT_ONCE, len(pools)) or 1, "skyward-door-stacks") as asks:
+            return list(
+                asks.map(lambda each: PoolStacks.of(each.id, each.spec.name, each.stacks), pools)
+            )
+    except RuntimeError:
+        # The interpreter ends, and starts no thread any more.
+        return []
 
 
 door = Door()
