@@ -220,8 +220,8 @@ def test_two_pools_at_once_keep_to_themselves(compute):
         mine = [add(number) > compute for number in range(50)]
         theirs = [add(number, 1000) > other for number in range(50)]
 
-        assert [future.result(20) for future in mine] == list(range(1, 51))
-        assert [future.result(20) for future in theirs] == list(range(1000, 1050))
+        assert [future.result(100) for future in mine] == list(range(1, 51))
+        assert [future.result(100) for future in theirs] == list(range(1000, 1050))
         assert set(pid() @ compute).isdisjoint(pid() @ other)
 
     assert add(1) >> compute == 2
@@ -254,7 +254,7 @@ def test_nodes_show_what_runs_on_them(compute, tmp_path, eventually):
     eventually(lambda: compute.nodes[1].running == ("wait_then",))
     assert compute.nodes[0].running == ()
     (tmp_path / "gate").touch()
-    future.result(20)
+    future.result(100)
     eventually(lambda: compute.nodes[1].running == ())
 
 
@@ -333,8 +333,8 @@ def test_a_leaving_node_finishes_what_it_runs(resizable, tmp_path, eventually):
     assert {info.node for info in (info() >> resizable for _ in range(4))} == {0}
     (tmp_path / "gate").touch()
 
-    assert running.result(20) == "finished"
-    shrinking.join(20)
+    assert running.result(100) == "finished"
+    shrinking.join(100)
     assert len(resizable.nodes) == 1
 
 
@@ -350,9 +350,9 @@ def test_calls_that_wait_for_a_leaving_node_fail_clearly(resizable, tmp_path, ev
     (tmp_path / "gate").touch()
 
     assert isinstance(problem, sky.NodeLostError)
-    assert running.result(20) == 1
-    assert [future.result(20) for future in anywhere] == [2] * 4
-    shrinking.join(20)
+    assert running.result(100) == 1
+    assert [future.result(100) for future in anywhere] == [2] * 4
+    shrinking.join(100)
 
 
 def test_a_growing_pool_takes_over_what_waits(resizable, tmp_path):
@@ -360,7 +360,7 @@ def test_a_growing_pool_takes_over_what_waits(resizable, tmp_path):
 
     resizable.resize(2)
 
-    assert len({future.result(20) for future in waiting}) == 2
+    assert len({future.result(100) for future in waiting}) == 2
 
 
 def test_resizing_to_what_it_is_does_nothing(resizable):
@@ -390,8 +390,8 @@ def test_an_elastic_pool_grows_under_load_and_shrinks_when_idle(tmp_path, eventu
         eventually(lambda: [view.state for view in pool.nodes] == ["ready"] * 2)
         (tmp_path / "gate").touch()
 
-        assert len({calls[0].result(20), calls[1].result(20)}) == 2
-        assert [future.result(20) for future in calls[2:]] == [1] * 4
+        assert len({calls[0].result(100), calls[1].result(100)}) == 2
+        assert [future.result(100) for future in calls[2:]] == [1] * 4
         eventually(lambda: len(pool.nodes) == 1)
         eventually(lambda: [i.total_nodes for i in info() @ pool] == [1])
 
@@ -433,7 +433,7 @@ def test_threads_take_no_more_than_asked_for(threads, tmp_path, eventually):
 
     eventually(lambda: len(threads.nodes[0].running) == 4)
     (tmp_path / "gate").touch()
-    assert [future.result(20) for future in calls] == [1] * 6
+    assert [future.result(100) for future in calls] == [1] * 6
 
 
 def test_a_context_variable_set_by_one_call_is_not_seen_by_another(threads, tmp_path):
@@ -484,7 +484,7 @@ def test_cancelling_one_thread_leaves_the_others_alone(threads, tmp_path, eventu
     eventually(lambda: len(threads.nodes[0].running) == 2)
     assert not any(other.done() for other in others)
     (tmp_path / "gate").touch()
-    assert [other.result(20) for other in others] == [0, 1]
+    assert [other.result(100) for other in others] == [0, 1]
     assert pid() >> threads == before
 
 
@@ -495,7 +495,7 @@ def test_an_exception_on_one_thread_is_its_calls_alone(threads, tmp_path):
         sky.function(lambda: 1 / 0)() >> threads
     (tmp_path / "gate").touch()
 
-    assert other.result(20) == "fine"
+    assert other.result(100) == "fine"
 
 
 def test_threads_stream_and_await_too(threads):
@@ -536,7 +536,7 @@ def test_a_process_that_dies_takes_no_other_with_it(processes, tmp_path):
         sky.function(lambda: os._exit(3))() >> processes
     (tmp_path / "gate").touch()
 
-    assert other.result(20) == "fine"
+    assert other.result(100) == "fine"
 
 
 # Workers: several per node.
@@ -569,7 +569,7 @@ def test_on_picks_the_node_and_any_of_its_workers(workers, tmp_path):
 
     futures = [workers.submit(place(tmp_path, number), on=1) for number in range(2)]
 
-    assert sorted(future.result(20) for future in futures) == [(1, 0), (1, 1)]
+    assert sorted(future.result(100) for future in futures) == [(1, 0), (1, 1)]
 
 
 def test_data_is_shared_out_among_all_workers(workers):

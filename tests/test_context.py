@@ -451,14 +451,14 @@ def test_other_threads_print_while_a_local_call_is_silent(capsys):
     go, gone = threading.Event(), threading.Event()
 
     def speak():
-        go.wait(10)
+        go.wait(100)
         print("from another thread")
         gone.set()
 
     @sky.silent
     def quiet():
         go.set()
-        gone.wait(10)
+        gone.wait(100)
         print("unheard")
 
     thread = threading.Thread(target=speak)

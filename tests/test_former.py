@@ -203,7 +203,7 @@ def their_collections() -> tuple[Any, ...]:
     counter.reset()
     jobs: sky.queue[str] = sky.queue("theirs")
     jobs.put("job")
-    taken = jobs.get(timeout=5)
+    taken = jobs.get(timeout=100)
     try:
         jobs.get(timeout=0.01)
     except queue.Empty as none:

@@ -309,7 +309,7 @@ def test_a_write_between_two_submissions_is_seen_by_the_second_only(compute):
         tensor.fill_(value)
         futures.append(total(tensor) > compute)
 
-    assert [future.result(20) for future in futures] == [value * LARGE for value in range(5)]
+    assert [future.result(100) for future in futures] == [value * LARGE for value in range(5)]
 
 
 def test_an_unchanged_large_tensor_is_not_sent_again(compute):
@@ -333,7 +333,7 @@ def test_results_can_be_written_to_and_are_independent_of_each_other(compute, ki
         return made if kind == "tensor" else made.numpy()
 
     results = [ones(size) >> compute for _ in range(3)]
-    results += [(ones(size) > compute).result(20)]
+    results += [(ones(size) > compute).result(100)]
 
     for number, result in enumerate(results):
         result[:] = number

@@ -126,7 +126,7 @@ def test_output_has_arrived_when_the_result_is_there(compute, printed):
     for number in range(50):
         write(number) >> compute
         assert printed[-1] == str(number)
-    (write("future") > compute).result(20)
+    (write("future") > compute).result(100)
     assert printed[-1] == "future"
     write("everywhere") @ compute
     assert printed[-2:] == ["everywhere"] * 2

@@ -224,21 +224,21 @@ def test_a_staff_has_no_more_threads_than_it_may() -> None:
 
     def work(number: int) -> int:
         if number < 4:
-            at_once.wait(10)
-        gate.wait(10)
+            at_once.wait(100)
+        gate.wait(100)
         return number
 
     futures = [staff.submit(work, number) for number in range(100)]
     assert len([t for t in threading.enumerate() if t.name == "test-staff"]) == 4
     gate.set()
-    assert [future.result(10) for future in futures] == list(range(100))
+    assert [future.result(100) for future in futures] == list(range(100))
 
 
 def test_a_staff_without_work_has_no_threads(eventually: Any) -> None:
     staff = Staff("test-idle", most=4)
-    assert staff.submit(lambda: 1).result(10) == 1
+    assert staff.submit(lambda: 1).result(100) == 1
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "test-idle"])
-    assert staff.submit(lambda: 2).result(10) == 2
+    assert staff.submit(lambda: 2).result(100) == 2
 
 
 def test_what_a_staff_does_later_takes_one_thread_until_then() -> None:
@@ -247,7 +247,7 @@ def test_what_a_staff_does_later_takes_one_thread_until_then() -> None:
         staff.later(0.2 + number / 1000, done.release)
     assert len([t for t in threading.enumerate() if t.name == "test-later"]) == 1
     for _ in range(50):
-        assert done.acquire(timeout=10)
+        assert done.acquire(timeout=100)
 
 
 def test_what_a_staff_does_later_is_done_at_the_same_time() -> None:
@@ -255,14 +255,14 @@ def test_what_a_staff_does_later_is_done_at_the_same_time() -> None:
     done = threading.Semaphore(0)
 
     def work() -> None:
-        at_once.wait(10)
+        at_once.wait(100)
         done.release()
 
     for _ in range(7):
         staff.later(0.05, work)
-    at_once.wait(10)
+    at_once.wait(100)
     for _ in range(7):
-        assert done.acquire(timeout=10)
+        assert done.acquire(timeout=100)
 
 
 def test_the_only_thread_does_other_work_while_it_waits_for_the_time_of_an_action(
@@ -277,7 +277,7 @@ def test_the_only_thread_does_other_work_while_it_waits_for_the_time_of_an_actio
 
 def test_a_future_of_a_staff_has_the_exception() -> None:
     with pytest.raises(ZeroDivisionError):
-        Staff("test-failing", most=1).submit(lambda: 1 / 0).result(10)
+        Staff("test-failing", most=1).submit(lambda: 1 / 0).result(100)
 
 
 def test_the_nodes_of_a_large_pool_get_heartbeats_in_turn() -> None:
@@ -296,7 +296,7 @@ def test_nodes_that_come_together_are_made_known_together() -> None:
     def tell_all() -> None:
         told.append(1)
         begun.set()
-        go_on.wait(10)
+        go_on.wait(100)
 
     fleet._briefing = SimpleNamespace(tell_all=tell_all)
     fleet.console = SimpleNamespace(phase=lambda *_: None)
@@ -305,12 +305,12 @@ def test_nodes_that_come_together_are_made_known_together() -> None:
     fleet._joining, fleet._telling = deque(roster.nodes[:1]), threading.Lock()
     first = threading.Thread(target=fleet._tell_joining)
     first.start()
-    assert begun.wait(10)
+    assert begun.wait(100)
     for node in roster.nodes[1:]:
         fleet._joining.append(node)
         fleet._tell_joining()
     go_on.set()
-    first.join(10)
+    first.join(100)
     assert len(told) == 2
     assert {node.state for node in roster.nodes} == {"ready"}
 

@@ -494,7 +494,7 @@ def test_a_stream_that_outlives_its_pool_ends_with_an_error():
 def test_a_stream_may_be_consumed_on_another_thread(compute):
     values = count(100) >> compute
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        assert threads.submit(list, values).result(20) == list(range(100))
+        assert threads.submit(list, values).result(100) == list(range(100))
 
 
 def test_large_values_stream_and_stay_what_they_were(compute):
@@ -551,7 +551,7 @@ def test_an_exception_in_an_async_generator_reaches_the_caller(compute):
 
 
 def test_a_future_of_a_generator_is_a_future_of_its_iterator(compute):
-    values = (count(3) > compute).result(20)
+    values = (count(3) > compute).result(100)
 
     assert list(values) == [0, 1, 2]
 
@@ -606,8 +606,8 @@ def test_a_stream_goes_on_while_other_calls_wait_behind_it():
         values = count(1000) > single
         behind = [add(number) > single for number in range(30)]
 
-        assert list(values.result(20)) == list(range(1000))
-        assert [future.result(20) for future in ahead + behind] == [*range(1, 31)] * 2
+        assert list(values.result(100)) == list(range(1000))
+        assert [future.result(100) for future in ahead + behind] == [*range(1, 31)] * 2
 
 
 def test_large_arguments_of_a_stream_are_let_go_when_it_ends(compute, idle):
@@ -718,7 +718,7 @@ def test_the_callers_iterator_runs_only_so_far_ahead_of_the_function(compute, tm
 
     assert pulled < FAR
     (tmp_path / "gate").touch()
-    assert future.result(20) == 2000
+    assert future.result(100) == 2000
     assert 2001 <= pulled < 2001 + FAR
 
 
@@ -774,7 +774,7 @@ def test_a_function_that_returns_early_closes_the_callers_generator(compute):
             closed.set()
 
     assert first(numbers(), 3) >> compute == [0, 1, 2]
-    assert closed.wait(10)
+    assert closed.wait(100)
 
 
 def test_a_function_that_fails_closes_the_callers_generator(compute):
@@ -792,7 +792,7 @@ def test_a_function_that_fails_closes_the_callers_generator(compute):
 
     with pytest.raises(LookupError):
         picky(numbers()) >> compute
-    assert closed.wait(10)
+    assert closed.wait(100)
 
 
 def test_cancelling_a_function_that_waits_for_items_frees_its_slot(
@@ -902,7 +902,7 @@ def test_closing_a_stream_closes_the_callers_generator_behind_it(compute, idle):
 
     values.close()
 
-    assert closed.wait(10)
+    assert closed.wait(100)
     idle()
 
 

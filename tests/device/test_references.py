@@ -588,7 +588,7 @@ def test_a_device_that_ends_leaves_the_function_its_memory(
     eventually((tmp_path / "go.begun").exists)
     (process,) = device_processes(mortal)
     process.kill()
-    process.wait(10)
+    process.wait(100)
     flag.touch()
     assert future.result(30) == 2 << 20
     with pytest.raises(RuntimeError, match=r"sky:\d+ .*is gone"):
@@ -694,7 +694,7 @@ def test_a_device_gone_before_the_call_is_opened_raises_its_own_error(
     def export_and_die(*given: Any) -> list[bytes]:
         descriptions = real(*given)
         process.kill()
-        process.wait(10)
+        process.wait(100)
         return descriptions
 
     monkeypatch.setattr(Core, "export", export_and_die)
@@ -721,14 +721,14 @@ def test_a_call_cancelled_while_its_bytes_are_fetched_leaves_nothing(
     def slow(self: Packer, encoded: Any, **details: bool) -> Any:
         if threading.current_thread() is not threading.main_thread():
             repacking.set()
-            go_on.wait(20)
+            go_on.wait(100)
         return parcel(self, encoded, **details)
 
     monkeypatch.setattr(Packer, "parcel", slow)
     store = compute._open_fleet.dispatcher.packer.store
     pinned = dict(store._pins)
     future = total(torch.ones(1 << 20, device=device)) > compute
-    assert repacking.wait(20)
+    assert repacking.wait(100)
     future.cancel()
     go_on.set()
     assert total(torch.ones(2)) >> compute == 2

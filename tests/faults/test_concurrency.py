@@ -463,7 +463,7 @@ def test_a_call_aimed_at_a_node_that_leaves_is_told(tmp_path: Path, eventually: 
         eventually(lambda: compute.nodes[-1].state == "draining")
         (tmp_path / "go").touch()
         assert running.result(PATIENCE) == "finished"
-        resizing.join(20)
+        resizing.join(100)
         assert not resizing.is_alive()
         problem = queued.exception(PATIENCE)
         assert isinstance(problem, sky.NodeLostError)

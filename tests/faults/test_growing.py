@@ -127,7 +127,7 @@ def test_growth_that_fails_is_tried_again_after_longer_and_longer(
             calls[0].result(2.5)
         assert provider.asked.count(1) == 3
         gate.touch()
-        assert all(future.result(20) for future in calls)
+        assert all(future.result(100) for future in calls)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def test_growth_starts_all_the_nodes_it_needs_together(
         calls = [wait_for(str(gate)) > pool for _ in range(8)]
         eventually(lambda: states(pool) == ["ready"] * 4)
         gate.touch()
-        assert all(future.result(20) for future in calls)
+        assert all(future.result(100) for future in calls)
 
 
 def test_resize_takes_what_nodes_takes(hasty: None, eventually: Eventually) -> None:
@@ -244,7 +244,7 @@ def test_resize_sets_the_bounds_within_which_a_pool_grows(
         calls = [wait_for(str(gate)) > pool for _ in range(4)]
         eventually(lambda: states(pool) == ["ready"] * 2)
         gate.touch()
-        assert all(future.result(20) for future in calls)
+        assert all(future.result(100) for future in calls)
 
 
 def test_a_group_is_formed_of_the_nodes_that_are_there_and_anew_when_one_comes(

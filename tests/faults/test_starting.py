@@ -358,7 +358,7 @@ def test_a_loop_that_cannot_be_made_is_an_error_and_not_a_wait(
         changed.setattr(provider_loop.asyncio, "new_event_loop", refuse)
         with pytest.raises(OSError, match="Too many open files"):
             provider_loop.submit(work())
-    assert provider_loop.submit(work()).result(10) == 7
+    assert provider_loop.submit(work()).result(100) == 7
     loop = provider_loop._loop
     assert loop is not None
     loop.call_soon_threadsafe(loop.stop)

@@ -13,6 +13,7 @@ import pytest
 from skyward.events import EventStream
 from skyward.nodes.node import (
     BOUGHT_IN_VAIN,
+    LOST_SECONDS,
     MOVES,
     RETRY_PAUSES,
     START_ATTEMPTS,
@@ -39,6 +40,9 @@ class StillHost:
     made = False
     was_bought = False
 
+    def looks_dead(self) -> bool:
+        return False
+
     def stop(self, seconds: float) -> Future[None]:
         ended: Future[None] = Future()
         ended.set_result(None)
@@ -58,6 +62,7 @@ def node_on(host: type[StillHost], clock: Clock) -> Node:
         events=EventStream(),
         prospects=SimpleNamespace(expect=lambda index: None),
         new_host=lambda index, lost: host(),
+        spec=SimpleNamespace(options=SimpleNamespace(orphan_timeout=60.0)),
     )
     first: Any = host()
     return Node(3, first, fleet, clock)
@@ -287,3 +292,13 @@ def test_a_node_is_started_again_when_its_lost_machine_is_gone(clock: Clock) -> 
         await asyncio.wait({life})
 
     asyncio.run(scenario())
+
+
+def test_a_node_is_not_lost_because_the_client_stood_still(node: Node, clock: Clock) -> None:
+    node.control = SimpleNamespace(resumes=False, connected=True)  # type: ignore[assignment]
+    clock.now += LOST_SECONDS + 1
+    assert node.why_lost() == "it has stopped answering"
+    node.forgive(LOST_SECONDS + 1)
+    assert not node.why_lost()
+    clock.now += LOST_SECONDS + 1
+    assert node.why_lost() == "it has stopped answering"

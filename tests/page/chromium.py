@@ -133,7 +133,7 @@ class Chromium:
             self._tab.close()
         self._process.terminate()
         try:
-            self._process.wait(10)
+            self._process.wait(100)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, 9)
             self._process.wait()

@@ -64,7 +64,7 @@ def url(compute: sky.Compute) -> str:
 def get(url: str, path: str = "", **headers: str) -> tuple[int, dict[str, str], str]:
     """The status, headers and text of an answer; `path` replaces that of the URL."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=100)
     connection.request("GET", path or f"{parts.path}?{parts.query}", headers=headers)
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -77,7 +77,7 @@ class Stream:
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=100)
         self._connection.request("GET", f"/stream?{parts.query}")
         self._answer = self._connection.getresponse()
         assert self._answer.status == 200
@@ -136,7 +136,7 @@ def test_a_name_that_leads_here_by_a_trick_is_refused(url: str) -> None:
 
 def test_what_cannot_be_read_is_refused_wherever_the_server_listens(url: str) -> None:
     parts = urlsplit(url)
-    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=20) as client:
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=100) as client:
         client.sendall(b"GET http://[::1/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.makefile().readline() == "HTTP/1.1 400 Bad Request\n"
     forwarded = object.__new__(PageServer)
@@ -152,7 +152,7 @@ def test_other_paths_and_methods_are_refused(url: str) -> None:
     query = urlsplit(url).query
     assert get(url, f"/etc/passwd?{query}")[0] == 404
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=20)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=100)
     connection.request("POST", f"/?{query}", body="x")
     assert connection.getresponse().status == 501
     connection.close()

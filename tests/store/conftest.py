@@ -163,7 +163,7 @@ def serving() -> Iterator[Callable[..., Server]]:
         for server in running:
             server.process.send_signal(signal.SIGTERM)
         for server in running:
-            assert server.process.wait(20) in (0, -signal.SIGKILL)
+            assert server.process.wait(100) in (0, -signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

@@ -296,7 +296,7 @@ class Relay:
         for end in (self._listener, *self._ends):
             _hang_up(end)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(100)
         for end in (self._listener, *self._ends):
             end.close()
 

@@ -72,7 +72,7 @@ def interleave(folder: Path, save_step: int, collect_step: int, deleted_by: str)
     def pause() -> None:
         had_the_step.add("save")
         stopped.set()
-        assert proceed.wait(20)
+        assert proceed.wait(100)
 
     def save() -> None:
         files = Stepped(folder, save_step, pause)
@@ -88,7 +88,7 @@ def interleave(folder: Path, save_step: int, collect_step: int, deleted_by: str)
 
     thread = threading.Thread(target=save)
     thread.start()
-    assert stopped.wait(20)
+    assert stopped.wait(100)
     if deleted_by == "save":
         sky.ModelStore(folder).delete("base")
     files = Stepped(folder, collect_step, resume)

@@ -33,7 +33,7 @@ def ask(
     address: str, method: str, path: str, body: bytes | None = None, **headers: str
 ) -> http.client.HTTPResponse:
     """One request; `answer.data` is what came back."""
-    line = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+    line = http.client.HTTPConnection(address.removeprefix("http://"), timeout=100)
     try:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         line.request(method, path, body, named)
@@ -212,7 +212,7 @@ def test_what_is_no_http_leaves_no_traceback(serve: Serve, folder: Path) -> None
         raw(server.address, request)
     server.process.terminate()
 
-    assert server.process.wait(20) == 0
+    assert server.process.wait(100) == 0
     assert server.process.stderr.read() == ""
 
 
@@ -259,7 +259,7 @@ def test_a_connection_without_a_whole_request_is_closed(serve: Serve, folder: Pa
     host, _, port = address.removeprefix("http://").rpartition(":")
 
     for start in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET /"):
-        with socket.create_connection((host, int(port)), timeout=20) as line:
+        with socket.create_connection((host, int(port)), timeout=100) as line:
             line.sendall(start)
             while line.recv(1 << 16):
                 pass
@@ -269,7 +269,7 @@ def test_a_long_upload_is_no_waiting(serve: Serve, folder: Path) -> None:
     address = serve(folder, constants={"WAITING_SECONDS": 2.0}).address
     host, _, port = address.removeprefix("http://").rpartition(":")
 
-    with socket.create_connection((host, int(port)), timeout=20) as line:
+    with socket.create_connection((host, int(port)), timeout=100) as line:
         line.sendall(b"PUT /objects/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6\r\n\r\n")
         for _ in range(6):
             time.sleep(0.5)  # the time itself is what is tested
@@ -288,7 +288,7 @@ def test_an_upload_cancelled_while_its_file_is_opened_leaves_nothing(folder: Pat
     def slow() -> Any:
         with temporary() as opened:
             entered.set()
-            go_on.wait(20)
+            go_on.wait(100)
             yield opened
 
     interface._files.temporary = slow
@@ -470,7 +470,7 @@ def test_a_damaged_model_is_not_downloaded_whole(serve: Serve, folder: Path) -> 
     assert b"not as long as it was; take another version" in answer.data
     assert str(folder).encode() not in answer.data
     server.process.terminate()
-    assert server.process.wait(20) == 0
+    assert server.process.wait(100) == 0
     lines = server.process.stderr.read().splitlines()
     assert [line.partition(": ")[0] for line in lines] == [
         "/download/m.safetensors",
@@ -553,7 +553,7 @@ def test_a_signal_ends_it_with_an_upload_under_way(serve: Serve, folder: Path, n
         while not list(folder.glob("tmp/*")):
             pass
         server.process.send_signal(number)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(100) == 0
 
     assert list(folder.glob("tmp/*")) == []
     assert server.process.stderr.read() == ""
@@ -574,7 +574,7 @@ def test_the_command_says_where_it_serves(folder: Path, host: list[str]) -> None
             assert "0.0.0.0" not in url
             sky.ModelStore(url).save_model({"x": 1}, "m")
             server.terminate()
-            assert server.wait(20) == 0
+            assert server.wait(100) == 0
         finally:
             server.kill()
 

@@ -512,7 +512,7 @@ def _kill_after_export(compute: sky.Compute) -> None:
         Core.export = real  # type: ignore[method-assign]
         descriptions = real(*given)
         process.kill()
-        process.wait(10)
+        process.wait(100)
         return descriptions
 
     Core.export = export  # type: ignore[method-assign]

@@ -92,7 +92,7 @@ def test_what_a_peer_has_is_fetched(peers: list[Peer]) -> None:
     several = [content(9 * MIB + 5), content(MIB, 1), content(300_000, 2)]
     first.cache.place(several)
     second.fetch(first, *several)
-    assert second.settled.wait(10)
+    assert second.settled.wait(100)
     assert all(second.have(each) == each for each in several)
 
 
@@ -121,8 +121,8 @@ def test_it_goes_down_a_chain_while_it_is_still_coming(
         assert not second.settled.is_set()
     first.receive(arrival, data, len(data))
     first.arrivals.settle([arrival], complete=True)
-    assert second.settled.wait(10)
-    assert third.settled.wait(10)
+    assert second.settled.wait(100)
+    assert third.settled.wait(100)
     assert second.have(data) == third.have(data) == data
 
 
@@ -141,7 +141,7 @@ def test_a_lost_connection_is_made_again_where_it_ended(
     first.receive(arrival, data, 0)
     arrival.view[2 * MIB :] = data[2 * MIB :]
     first.arrivals.advance([arrival], len(data))
-    assert second.settled.wait(10)
+    assert second.settled.wait(100)
     assert second.have(data) == data
     assert len(first.served) == 2
 
@@ -160,7 +160,7 @@ def test_a_peer_that_waits_is_not_taken_for_dead(
     assert not second.settled.is_set()
     assert len(first.served) == 1
     first.receive(arrival, data, len(data))
-    assert second.settled.wait(10)
+    assert second.settled.wait(100)
     assert second.have(data) == data
 
 
@@ -173,7 +173,7 @@ def test_what_nobody_has_heard_of_is_given_up(
     data = content(MIB)
     second.fetch(first, data)
     assert second.arrivals.awaits(memory.digests([data]))
-    assert second.settled.wait(10)
+    assert second.settled.wait(100)
     assert second.have(data) is None
     assert not second.arrivals.awaits(memory.digests([data]))
 
@@ -184,11 +184,11 @@ def test_what_was_dropped_is_not_waited_for(peers: list[Peer]) -> None:
     names = memory.digests([data])
     first.arrivals.drop(names)
     second.fetch(first, data)
-    assert second.settled.wait(20)
+    assert second.settled.wait(100)
     first.receive(first.expect(data), data, len(data))
     second.settled.clear()
     second.fetch(first, data)
-    assert second.settled.wait(20)
+    assert second.settled.wait(100)
     assert second.have(data) == data
 
 
@@ -201,11 +201,11 @@ def test_peers_that_are_told_to_fetch_from_each_other_do_not_wait_for_ever(
     first.fetch(third, data, number=3)
     third.fetch(second, data, number=2)
     second.fetch(first, data, number=1)
-    assert second.settled.wait(20)
+    assert second.settled.wait(100)
     # The client sends it to that one, and all have it.
     second.receive(second.expect(data), data, len(data))
-    assert third.settled.wait(20)
-    assert first.settled.wait(20)
+    assert third.settled.wait(100)
+    assert first.settled.wait(100)
     assert first.have(data) == third.have(data) == data
 
 
@@ -222,7 +222,7 @@ def test_a_peer_whose_own_source_failed_may_get_it_after_all(
     first.arrivals.settle([arrival], complete=False)
     again = first.expect(data)
     first.receive(again, data, len(data))
-    assert second.settled.wait(10)
+    assert second.settled.wait(100)
     assert second.have(data) == data
 
 
@@ -232,7 +232,7 @@ def test_wrong_bytes_do_not_pass_for_right_ones(peers: list[Peer]) -> None:
     arrival = first.expect(data)
     first.receive(arrival, content(2 * MIB, 7), len(data))
     second.fetch(first, data)
-    assert second.settled.wait(10)
+    assert second.settled.wait(100)
     assert second.have(data) is None
 
 
@@ -283,7 +283,7 @@ def test_a_peer_that_breaks_off_again_and_again_is_given_up(
     first, second = Peer(authority, 0), Peer(authority, 1)
     try:
         second.fetch(first, content(MIB))
-        assert second.settled.wait(10)
+        assert second.settled.wait(100)
     finally:
         first.close()
         second.close()

@@ -6,8 +6,10 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,3 +93,25 @@ def test_a_second_client_may_come_before_the_word_that_the_node_stays(
     late.start()
     assert tenants.enter("second", 2) is not tenants.first
     late.join()
+
+
+def test_a_client_is_not_gone_because_this_machine_stood_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(
+        "skyward.worker.tenants.time",
+        SimpleNamespace(monotonic=lambda: now, time=time.time),
+    )
+    config = config_of(tmp_path)
+    tenants = Tenants(config, queue.SimpleQueue())
+    tenants.first.pid = os.getpid()
+    now += 2 * config.orphan_timeout
+    assert not tenants.look(), "nobody could be heard"
+    while now < 2.9 * config.orphan_timeout:
+        now += 0.25
+        assert not tenants.look()
+    while now < 3.1 * config.orphan_timeout:
+        now += 0.25
+        gone = tenants.look()
+    assert gone, "this process ran all the time, and heard nothing"

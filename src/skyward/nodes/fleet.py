@@ -85,6 +85,8 @@ PART_SECONDS = 20.0
 """How long idle executors of a pool that stays have to part from a client: they answer at once,
 but on a busy machine their processors may be taken for seconds, and to replace them costs more."""
 PART_LOOK_SECONDS = 0.005
+STALLED_SECONDS = 2.0
+"""After so long between two beats, this process itself stood still: a machine that slept, say."""
 SWEEP_SECONDS = 180.0
 """How long a provider may take to remove what a pool has besides machines."""
 LEFT = "its client left the pool, which stays; wait for results before you leave"
@@ -178,7 +180,8 @@ class Fleet:
         self._joining: deque[Node] = deque()
         """Nodes that all others are about to be told of."""
         self._telling = threading.Lock()
-        self._beats = 0
+        self._beats, self._beaten = 0, 0.0
+        """How many beats there were, and when the last one was."""
         self._begun = False
         """Whether the pulse beats: the pool has started."""
         self._expired = ""
@@ -574,7 +577,7 @@ class Fleet:
     def _begin_pulse(self) -> None:
         # The addresses of the nodes, and which nodes are there, are known only now.
         self._briefing.tell_all()
-        self._begun = True
+        self._begun, self._beaten = True, time.monotonic()
         self.loop.later(PING_SECONDS, self._beat)
 
     def _beat(self) -> None:
@@ -584,6 +587,11 @@ class Fleet:
         self.loop.later(PING_SECONDS, self._beat)
         self._beats += 1
         nodes = self.nodes
+        now = time.monotonic()
+        stood_still, self._beaten = now - self._beaten, now
+        if stood_still > STALLED_SECONDS:
+            for node in nodes:
+                node.forgive(stood_still)
         between = beats_between_pings(len(nodes), self.spec.options.orphan_timeout)
         for node in nodes:
             if node.control is None:

@@ -1067,6 +1067,13 @@ class Node:
             self._asked = self._asked or self._clock()
             self.tell(Ping(self._pings))
 
+    def forgive(self, seconds: float) -> None:
+        """Do not count a time in which this process itself stood still as the node's silence."""
+        now = self._clock()
+        self._heard = min(now, self._heard + seconds)
+        if self._asked is not None:
+            self._asked = min(now, self._asked + seconds)
+
     def why_lost(self) -> str:
         """Why the node counts as lost; empty if it does not. Called at every beat."""
         control = self.control

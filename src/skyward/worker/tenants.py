@@ -28,6 +28,8 @@ from skyward.worker.task_history import PastTasks, Visits
 
 CHOSEN_SECONDS = 30.0
 """How long a client may take from choosing a tenant to connecting."""
+STALLED_SECONDS = 2.0
+"""After so long between two looks, this process itself stood still, and could hear nobody."""
 KEEP_SECONDS = 10.0
 """How long a second client waits for the first one's word that the node stays.
 
@@ -183,6 +185,7 @@ class Tenants:
         self.idle_limit = 0.0
         """After how many seconds without a client the node ends; 0 if it does not."""
         self._idle_since: float | None = None
+        self._looked = time.monotonic()
         self._named: dict[str, Tenant] = {config.client: self.first}
         self._chosen: dict[str, tuple[dict[str, str], float]] = {}
         self._closing: dict[threading.Thread, Tenant] = {}
@@ -316,7 +319,10 @@ class Tenants:
         A node that is `working` on a job, or for somebody who is no client, is not idle.
         """
         now = time.monotonic()
+        stood_still, self._looked = now - self._looked, now
         for tenant in self.there:
+            if stood_still > STALLED_SECONDS:
+                tenant.heard = min(now, tenant.heard + stood_still)
             tenant.executors.look()
             if not tenant.parked and self._is_gone(tenant, now):
                 if not self.keeps:
