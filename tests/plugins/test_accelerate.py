@@ -13,8 +13,7 @@ import pytest
 import skyward as sky
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
-from skyward.plugins.frameworks.accelerate import compute_where_the_node_can
-from skyward.plugins.frameworks.accelerate_config import variables
+from skyward.plugins.frameworks.accelerate import compute_where_the_node_can, variables
 from skyward.plugins.plugin import entered
 
 from ..conftest import only_in_all

@@ -10,7 +10,7 @@ import pytest
 
 import skyward as sky
 from skyward.errors import PluginError
-from skyward.plugins.packages import check_installed
+from skyward.plugins.plugin import check_installed
 
 from ..conftest import other_case
 

@@ -353,9 +353,9 @@ def test_one_worker_needs_no_group() -> None:
 @only_in_all
 def test_a_node_that_never_arrives_is_named(nothing_left: None) -> None:
     def absent(info: sky.InstanceInfo) -> Iterator[None]:
-        from skyward.plugins import arrival
+        from skyward.plugins import rendezvous
 
-        arrival.ARRIVE_SECONDS = 2.0
+        rendezvous.ARRIVE_SECONDS = 2.0
         if info.node == 1:
             time.sleep(10)
         yield

@@ -8,14 +8,29 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from joblib import parallel, parallel_config, register_parallel_backend
 from joblib.parallel import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase
 
-from skyward.functions import Function
+from skyward.functions import Function, Pending
 from skyward.future import Future
-from skyward.plugins.pools import OpenCompute
+
+
+class SlotCount(Protocol):
+    """Says how many calls the pool runs at once."""
+
+    def slots(self) -> int: ...
+
+
+class OpenCompute(Protocol):
+    """A `Compute` whose pool is open."""
+
+    @property
+    def _open_fleet(self) -> SlotCount: ...
+
+    def submit(self, pending: Pending[Any], /) -> Future[Any]: ...
+
 
 NAME = "skyward"
 

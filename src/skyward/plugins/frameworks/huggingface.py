@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
 from skyward.plugins.frameworks.accelerate import compute_where_the_node_can
-from skyward.plugins.packages import check_installed, extended, imported
-from skyward.plugins.plugin import Cluster, Plugin
+from skyward.plugins.plugin import Cluster, Plugin, check_installed, extended, imported
 from skyward.spec import Image
 
 # The Trainer needs accelerate, and says so only when it is made.

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
-from skyward.plugins import arrival
-from skyward.plugins.packages import extended, imported
-from skyward.plugins.plugin import Cluster, Plugin
+from skyward.plugins import rendezvous
+from skyward.plugins.plugin import Cluster, Plugin, extended, imported
 from skyward.spec import Image
 
 LEAVE_SECONDS = 30
@@ -80,14 +79,14 @@ def _one_mesh(info: InstanceInfo) -> Iterator[None]:
         yield
         return
     os.environ.update(variables(info))
-    arrival.everyone(info)
+    rendezvous.everyone(info)
     jax.distributed.initialize(
         os.environ["JAX_COORDINATOR_ADDRESS"],
         num_processes=info.total_workers,
         process_id=info.global_worker_index,
         local_device_ids=_own_devices(info) or None,
         cluster_detection_method="deactivate",
-        initialization_timeout=int(arrival.ARRIVE_SECONDS),
+        initialization_timeout=int(rendezvous.ARRIVE_SECONDS),
         shutdown_timeout_seconds=LEAVE_SECONDS,
     )
     _joined = True

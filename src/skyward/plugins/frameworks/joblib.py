@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from skyward.context import InstanceInfo
-from skyward.plugins.packages import check_installed, extended, requirement
-from skyward.plugins.plugin import Cluster, Plugin
-from skyward.plugins.pools import OpenCompute
+from skyward.plugins.plugin import Cluster, Plugin, check_installed, extended, requirement
 from skyward.spec import Image
+
+if TYPE_CHECKING:
+    from skyward.plugins.parallel import OpenCompute
 
 
 def joblib(version: str | None = None) -> Plugin:

@@ -13,8 +13,7 @@ from typing import Literal, get_args
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
 from skyward.plugins.frameworks.jax import once_joined
-from skyward.plugins.packages import check_installed, extended, imported
-from skyward.plugins.plugin import Cluster, Plugin
+from skyward.plugins.plugin import Cluster, Plugin, check_installed, extended, imported
 from skyward.spec import Image
 
 Backend = Literal["jax", "torch", "tensorflow"]

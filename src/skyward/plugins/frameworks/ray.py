@@ -17,9 +17,8 @@ from typing import Any
 
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
-from skyward.plugins import arrival
-from skyward.plugins.packages import check_installed, extended, requirement
-from skyward.plugins.plugin import Cluster, Plugin
+from skyward.plugins import rendezvous
+from skyward.plugins.plugin import Cluster, Plugin, check_installed, extended, requirement
 from skyward.spec import Image
 
 START_SECONDS = 120.0
@@ -96,7 +95,7 @@ def _in_one_cluster(settings: _Settings, info: InstanceInfo) -> Iterator[None]:
     check_installed("ray")
     os.environ.update(variables(info, settings.token))
     if info.total_workers > 1:
-        arrival.everyone(info)
+        rendezvous.everyone(info)
     keeper = None
     try:
         if info.worker == 0:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from skyward.context import InstanceInfo
 from skyward.plugins.frameworks.joblib import on_the_pool
-from skyward.plugins.packages import check_installed, extended, requirement
-from skyward.plugins.plugin import Cluster, Plugin
+from skyward.plugins.plugin import Cluster, Plugin, check_installed, extended, requirement
 from skyward.spec import Image
 
 

@@ -14,14 +14,14 @@ from typing import Any, Literal
 from skyward import kernel
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
-from skyward.plugins import arrival, rendezvous
-from skyward.plugins.frameworks import pretended_cuda
-from skyward.plugins.packages import extended, requirement
-from skyward.plugins.plugin import Cluster, Plugin
+from skyward.plugins import rendezvous
+from skyward.plugins.plugin import Cluster, Plugin, extended, requirement
 from skyward.spec import Image, PipIndex
 
 WHEELS = "https://download.pytorch.org/whl"
 LOOK_SECONDS = 0.05
+_PRETENDED = "SKYWARD_DEVICE"
+"""With `cpu`, code that asks for CUDA runs on a machine that has none."""
 
 Backend = Literal["nccl", "gloo"]
 
@@ -68,8 +68,8 @@ def torch(
 def _install(packages: dict[str, str], cuda: str, image: Image, cluster: Cluster) -> Image:
     accelerator = cluster.spec.accelerator
     wheels = cuda if accelerator is not None and accelerator.cuda else "cpu"
-    if pretended_cuda.is_wanted():
-        image = replace(image, env={**image.env, pretended_cuda.VARIABLE: "cpu"})
+    if cuda_is_pretended():
+        image = replace(image, env={**image.env, _PRETENDED: "cpu"})
     index = PipIndex(f"{WHEELS}/{wheels}", tuple(packages))
     return extended(image, list(packages.values()), index)
 
@@ -90,8 +90,8 @@ def variables(info: InstanceInfo) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _process_group(backend: Backend | None, info: InstanceInfo) -> Iterator[None]:
-    if pretended_cuda.is_wanted():
-        pretended_cuda.install()
+    if cuda_is_pretended():
+        pretend_cuda()
     if info.total_workers < 2:
         yield
         return
@@ -127,7 +127,7 @@ def _meet(info: InstanceInfo) -> Any:
     """A store that every worker has reached; an error names the workers that have not."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    seconds = timedelta(seconds=arrival.ARRIVE_SECONDS)
+    seconds = timedelta(seconds=rendezvous.ARRIVE_SECONDS)
     if info.is_head:
         listening = rendezvous.take()
         listening.listen(max(128, info.total_workers))
@@ -143,10 +143,63 @@ def _meet(info: InstanceInfo) -> Any:
         store = TCPStore(info.head_addr, info.head_port, is_master=False, timeout=seconds)
     keys = [f"skyward/{rank}" for rank in range(info.total_workers)]
     store.set(keys[info.global_worker_index], "here")
-    deadline = time.monotonic() + arrival.ARRIVE_SECONDS
+    deadline = time.monotonic() + rendezvous.ARRIVE_SECONDS
     while not store.check(keys):
         if time.monotonic() > deadline:
             late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise TimeoutError(arrival.late(info, late, arrival.ARRIVE_SECONDS))
+            raise TimeoutError(rendezvous.late(info, late, rendezvous.ARRIVE_SECONDS))
         time.sleep(LOOK_SECONDS)
     return store
+
+
+def cuda_is_pretended() -> bool:
+    """Whether the user asked to try GPU code without a GPU."""
+    return os.environ.get(_PRETENDED) == "cpu"
+
+
+def pretend_cuda() -> None:
+    """Make `.cuda()` and `.to("cuda")` of tensors and modules mean the processor, in this process.
+
+    Does nothing where there is CUDA.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    kinds: tuple[Any, ...] = (torch.Tensor, torch.nn.Module)
+    for kind in kinds:
+        if getattr(kind.cuda, "pretended", False):
+            return
+        kind.cuda = _on_processor(kind.cuda)
+        kind.to = _moved(kind.to)
+
+
+def _on_processor(original: Any) -> Any:
+    @functools.wraps(original)
+    def cuda(self: Any, *_: object, **__: object) -> Any:
+        return self.to("cpu")
+
+    cuda.pretended = True  # type: ignore[attr-defined]
+    return cuda
+
+
+def _moved(original: Any) -> Any:
+    @functools.wraps(original)
+    def to(self: Any, *given: Any, **named: Any) -> Any:
+        return original(
+            self,
+            *(_meant(each) for each in given),
+            **{name: _meant(each) for name, each in named.items()},
+        )
+
+    return to
+
+
+def _meant(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return value

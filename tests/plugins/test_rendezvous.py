@@ -12,7 +12,7 @@ import pytest
 
 from skyward.context import InstanceInfo, Peer
 from skyward.errors import SkywardError
-from skyward.plugins import arrival, rendezvous
+from skyward.plugins import rendezvous
 
 from ..conftest import only_in_all
 
@@ -33,7 +33,7 @@ def arrive(infos: list[InstanceInfo], seconds: float) -> list[BaseException | No
 
     def one(info: InstanceInfo) -> None:
         try:
-            arrival.everyone(info, seconds)
+            rendezvous.everyone(info, seconds)
             outcomes[info.node] = None
         except Exception as problem:
             outcomes[info.node] = problem
