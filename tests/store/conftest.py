@@ -117,11 +117,11 @@ class Server:
 
 SERVE = """
 import sys, json
-from skyward.store.server import serving
+from skyward.store import server
 options = json.loads(sys.argv[1])
 for name, value in options.pop("constants", {}).items():
-    setattr(serving, name, value)
-serving.serve(started=lambda address: print(address, flush=True), **options)
+    setattr(server, name, value)
+server.serve(started=lambda address: print(address, flush=True), **options)
 """
 
 

@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 import skyward as sky
-from skyward.store.format.manifest import FORMAT, SIZE_LIMIT, object_path
-from skyward.store.places.opening import open_files
+from skyward.store.address import open_files
+from skyward.store.manifest import FORMAT, SIZE_LIMIT, object_path
 
 VALUE = {
     "a": torch.arange(20, dtype=torch.float32),

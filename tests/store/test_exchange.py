@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import skyward as sky
+from skyward.store import exchange
 
 safetensors = pytest.importorskip(
     "safetensors.torch", reason="safetensors is not installed: pip install safetensors"
@@ -292,8 +293,6 @@ def test_a_hostile_safetensors_file_is_refused(
 def test_a_flipped_byte_is_refused_or_read_and_nothing_else(
     tmp_path: Path, at: int, byte: int
 ) -> None:
-    from skyward.store.exchange import safetensors as ours
-
     file = tmp_path / "m.safetensors"
     safetensors.save_file({"a": torch.ones(3), "b": torch.ones(2, 2)}, file)
     data = bytearray(file.read_bytes())
@@ -301,7 +300,7 @@ def test_a_flipped_byte_is_refused_or_read_and_nothing_else(
     file.write_bytes(data)
 
     try:
-        tensors, _ = ours.read(file)
+        tensors, _ = exchange.read(file)
     except sky.errors.StoreError:
         return
     assert len(tensors) <= 2

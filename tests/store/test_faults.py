@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import skyward as sky
-from skyward.store.places import local
+from skyward.store import local
 
 from ..conftest import ALL, only_in_all
 

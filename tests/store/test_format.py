@@ -11,8 +11,7 @@ import xxhash
 
 import skyward as sky
 from skyward.objects import memory
-from skyward.store import saving
-from skyward.store.format import manifest, safetensors, tree
+from skyward.store import catalog, manifest, values
 
 PAGE = Path(__file__).parents[2] / "docs" / "store.md"
 
@@ -23,11 +22,11 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert {name: int(value) for name, value in written.items()} == {
         "FORMAT": manifest.FORMAT,
         "MANIFEST_LIMIT": manifest.MANIFEST_LIMIT,
-        "HEADER_LIMIT": safetensors.HEADER_LIMIT,
+        "HEADER_LIMIT": manifest.HEADER_LIMIT,
         "SIZE_LIMIT": manifest.SIZE_LIMIT,
         "RANK_LIMIT": manifest.RANK_LIMIT,
-        "DEPTH_LIMIT": tree.DEPTH_LIMIT,
-        "GRACE": int(saving.GRACE),
+        "DEPTH_LIMIT": values.DEPTH_LIMIT,
+        "GRACE": int(catalog.GRACE),
     }
 
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import skyward as sky
-from skyward.store.places import http as client
-from skyward.store.places.http import HttpFiles
-from skyward.store.places.opening import Address
+from skyward.store import http as client
+from skyward.store.address import Address
+from skyward.store.http import HttpFiles
 from skyward.wire.identity import Authority
 
 from ..conftest import only_in_all

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import skyward as sky
-from skyward.store.catalog import Catalog
-from skyward.store.collecting import collect
-from skyward.store.places.local import LocalFiles
-from skyward.store.saving import GRACE, Saving
+from skyward.store.catalog import GRACE, Catalog
+from skyward.store.local import LocalFiles
+from skyward.store.save import Saving
+from skyward.store.values import encode
 
 from ..conftest import other_case
 
@@ -76,7 +76,7 @@ def interleave(folder: Path, save_step: int, collect_step: int, deleted_by: str)
 
     def save() -> None:
         files = Stepped(folder, save_step, pause)
-        Saving(files, Catalog(files), "tuned").save(tuned, {}, None)
+        Saving(Catalog(files), "tuned").save(*encode(tuned), {}, None)
         stopped.set()
 
     def resume() -> None:
@@ -92,7 +92,7 @@ def interleave(folder: Path, save_step: int, collect_step: int, deleted_by: str)
     if deleted_by == "save":
         sky.ModelStore(folder).delete("base")
     files = Stepped(folder, collect_step, resume)
-    collect(files, Catalog(files), GRACE)
+    Catalog(files).collect(GRACE)
     proceed.set()
     thread.join()
 
@@ -129,7 +129,8 @@ def test_a_reader_sees_the_old_version_until_it_sees_the_new(folder: Path) -> No
             seen.append(sky.ModelStore(place).load_model("base"))
 
         files = Stepped(place, step, look)
-        Saving(files, Catalog(files), "base").save(aged | {"layer0": torch.zeros(100)}, {}, None)
+        changed = aged | {"layer0": torch.zeros(100)}
+        Saving(Catalog(files), "base").save(*encode(changed), {}, None)
         for loaded in seen:
             assert loaded.keys() == aged.keys()
             assert torch.equal(loaded["layer1"], aged["layer1"])

@@ -17,10 +17,9 @@ import torch
 
 import skyward as sky
 from skyward.objects import memory
-from skyward.store.places import local
-from skyward.store.places.mapping import mapped
-from skyward.store.server import download
-from skyward.store.server.download import Download
+from skyward.store import local, web
+from skyward.store.local import mapped
+from skyward.store.web import Download
 
 from ..conftest import only_in_all
 
@@ -113,7 +112,7 @@ def test_a_model_may_have_more_tensors_than_a_process_descriptors(
 def test_a_download_has_the_last_row_of_a_matrix_with_gaps(
     store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "_GATHER", 2 * 8 * 4)
+    monkeypatch.setattr(web, "_GATHER", 2 * 8 * 4)
     matrix = torch.arange(50.0).view(5, 10)[:, :8]
     store.save_model({"w": matrix}, "m")
 

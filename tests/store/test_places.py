@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import skyward as sky
+from skyward.store import manifest
+from skyward.store.address import open_files
 from skyward.store.catalog import Catalog
-from skyward.store.format import objects
-from skyward.store.places.files import Files
-from skyward.store.places.opening import open_files
+from skyward.store.places import Files
 
 PLACES = ["folder", "file URL", "server", "memory", "renaming", "s3"]
 
@@ -242,7 +242,7 @@ def test_deleting_a_damaged_version_and_saving_it_again_heals(url: str, count: i
 
     store.delete("m")
     # What another process would do, which has not seen the damage.
-    objects._distrusted.clear()
+    manifest._distrusted.clear()
     version = store.save_model(value, "m")
 
     assert version.added == 4 * count

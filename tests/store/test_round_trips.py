@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import skyward as sky
-from skyward.store import catalog
-from skyward.store.format import manifest
-from skyward.store.format.manifest import ITEM_SIZES
+from skyward.store import catalog, manifest
+from skyward.store.manifest import ITEM_SIZES
 
 DTYPES = [name for name in ITEM_SIZES if hasattr(torch, name)]
 

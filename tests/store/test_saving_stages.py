@@ -9,17 +9,13 @@ import torch
 
 import skyward as sky
 from skyward.objects import memory
+from skyward.store import save, values
 from skyward.store.catalog import Catalog
-from skyward.store.format.layout import Span, lay_out
-from skyward.store.format.manifest import StoredObject, object_path
-from skyward.store.format.objects import Piece
-from skyward.store.places.local import LocalFiles
+from skyward.store.local import LocalFiles
+from skyward.store.manifest import StoredObject, object_path
 from skyward.store.progress import UNWATCHED
-from skyward.store.saving import Saving, classification
-from skyward.store.saving.classification import Classified
-from skyward.store.saving.hashing import hashed
-from skyward.store.saving.inventory import Inventory, Location
-from skyward.store.saving.uploads import Uploads
+from skyward.store.save import Classified, Inventory, Location, Piece, Saving, Uploads, hashed
+from skyward.store.values import Span, lay_out
 
 LARGE = LocalFiles.whole // 4
 """Elements of a tensor that is an object of its own."""
@@ -40,7 +36,7 @@ def pieces_of(*tensors: torch.Tensor) -> list[Piece]:
 
 
 def classified(files: LocalFiles, *tensors: torch.Tensor) -> Classified:
-    (batch,) = classification.classify(spans_of(*tensors), Inventory(), files)
+    (batch,) = save.classify(spans_of(*tensors), Inventory(), files)
     return batch
 
 
@@ -71,9 +67,7 @@ def test_a_region_of_a_size_that_is_stored_is_unsure(files: LocalFiles) -> None:
     inventory = Inventory()
     inventory.add("0" * 32, Location(StoredObject("x", 1), 0, 4 * LARGE, ("m", 1)))
 
-    (batch,) = classification.classify(
-        spans_of(torch.ones(LARGE), torch.ones(LARGE + 1)), inventory, files
-    )
+    (batch,) = save.classify(spans_of(torch.ones(LARGE), torch.ones(LARGE + 1)), inventory, files)
 
     assert [piece.span.size for piece in batch.unsure] == [4 * LARGE]
     assert [piece.span.size for piece in batch.new] == [4 * LARGE + 4]
@@ -99,12 +93,12 @@ def test_an_object_left_over_by_an_interrupted_save_makes_its_size_unsure(
 def test_batches_end_at_the_size_of_a_pack(
     files: LocalFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(classification, "PACK", 100)
+    monkeypatch.setattr(save, "PACK", 100)
     spans = spans_of(*(torch.full((15,), number) for number in range(5)))
 
     sizes = [
         sum(piece.span.size for piece in batch.unsure)
-        for batch in classification.classify(spans, Inventory(), files)
+        for batch in save.classify(spans, Inventory(), files)
     ]
 
     assert sizes == [120, 120, 120, 120, 120]
@@ -178,9 +172,10 @@ def test_the_inventory_knows_other_models_and_drops_what_is_lost(
 
 
 def test_equal_new_regions_are_stored_once(files: LocalFiles, folder: Path) -> None:
-    saving = Saving(files, Catalog(files), "m")
+    saving = Saving(Catalog(files), "m")
 
-    manifest = saving.save({str(number): torch.ones(LARGE) for number in range(3)}, {}, None)
+    value = {str(number): torch.ones(LARGE) for number in range(3)}
+    manifest = saving.save(*values.encode(value), {}, None)
 
     assert manifest.added == 4 * LARGE
     assert len({region.digest for region in manifest.regions}) == 1

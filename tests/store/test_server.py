@@ -24,7 +24,7 @@ import pytest
 import torch
 
 import skyward as sky
-from skyward.store.server.serving import serve as serve_here
+from skyward.store.server import serve as serve_here
 
 Serve = Callable[..., Any]
 
@@ -219,7 +219,7 @@ def test_what_is_no_http_leaves_no_traceback(serve: Serve, folder: Path) -> None
 def test_a_failure_of_the_server_itself_is_logged_and_answered_in_one_line(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    web = pytest.importorskip("skyward.store.server.web", reason="aiohttp is not installed")
+    web = pytest.importorskip("skyward.store.web", reason="aiohttp is not installed")
     interface = web.Interface(folder, token=None, read_only=False, durable=False, private=False)
     request = SimpleNamespace(method="GET", path="/objects/x", headers={})
 
@@ -278,7 +278,7 @@ def test_a_long_upload_is_no_waiting(serve: Serve, folder: Path) -> None:
 
 
 def test_an_upload_cancelled_while_its_file_is_opened_leaves_nothing(folder: Path) -> None:
-    web = pytest.importorskip("skyward.store.server.web", reason="aiohttp is not installed")
+    web = pytest.importorskip("skyward.store.web", reason="aiohttp is not installed")
     folder.mkdir()
     interface = web.Interface(folder, token=None, read_only=False, durable=False, private=True)
     entered, go_on = threading.Event(), threading.Event()
@@ -400,8 +400,8 @@ import sys
 sys.modules["torch"] = None
 from pathlib import Path
 from skyward.store.catalog import Catalog
-from skyward.store.server.download import Download
-from skyward.store.places.local import LocalFiles
+from skyward.store.web import Download
+from skyward.store.local import LocalFiles
 
 files = LocalFiles(Path(sys.argv[1]))
 head = bytes(next(Download(files, Catalog(files).read("m", 1)).parts(0, 1 << 20)))
@@ -538,7 +538,7 @@ def test_a_port_that_is_taken_is_told(folder: Path, serve: Serve) -> None:
 
 def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.delitem(sys.modules, "skyward.store.server.web", raising=False)
+    monkeypatch.delitem(sys.modules, "skyward.store.web", raising=False)
 
     with pytest.raises(sky.errors.ConfigurationError, match=r"install skyward-torch\[server\]"):
         serve_here(folder)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import skyward as sky
-from skyward.store.on_node import loading
-from skyward.store.places.opening import open_files
+from skyward.store import node
+from skyward.store.address import open_files
 
 from ..conftest import other_case
 
@@ -540,7 +540,7 @@ def test_a_store_travels_as_its_address(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_token_is_shown_nowhere() -> None:
-    from skyward.store.places.opening import Address
+    from skyward.store.address import Address
 
     address = Address("https://user:hidden@host/models", "hidden", durable=False)
     assert "hidden" not in repr(address)
@@ -577,8 +577,8 @@ def test_on_a_gpu_the_node_loads_and_saves_too(store, compute) -> None:
 
 
 @sky.function
-def loads_kept() -> list[loading.LoadRequest]:
-    return list(loading._loads._open)
+def loads_kept() -> list[node.LoadRequest]:
+    return list(node._loads._open)
 
 
 def test_a_node_keeps_nothing_of_a_load_that_is_over(
@@ -598,8 +598,8 @@ def test_a_load_whose_client_is_gone_is_forgotten_after_a_while(
 ) -> None:
     store.save_model({"x": 1}, "m")
     manifest = store._manifest("m", 1)
-    order = loading.LoadRequest("id", store._address, "m", 1, loading._identity(manifest))
-    kept = loading.OpenLoads(seconds=0.2)
+    order = node.LoadRequest("id", store._address, "m", 1, node._identity(manifest))
+    kept = node.OpenLoads(seconds=0.2)
 
     first = kept.get(order)
 

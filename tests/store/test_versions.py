@@ -15,9 +15,9 @@ from torch import nn
 import skyward as sky
 from skyward.objects import memory
 from skyward.store.catalog import Catalog
-from skyward.store.format.layout import Span
-from skyward.store.places.local import LocalFiles
-from skyward.store.saving import Saving
+from skyward.store.local import LocalFiles
+from skyward.store.save import Saving
+from skyward.store.values import Span, encode
 
 
 def objects(folder: Path) -> set[str]:
@@ -196,11 +196,11 @@ def test_a_save_that_loses_a_reused_version_stores_its_tensors_itself(folder: Pa
     base = layers()
     store.save_model(base, "base")
     files = LocalFiles(folder)
-    saving = Saving(files, Catalog(files), "tuned")
+    saving = Saving(Catalog(files), "tuned")
 
     store.delete("base")
     store.gc(older_than=0)
-    manifest = saving.save(base, {}, None)
+    manifest = saving.save(*encode(base), {}, None)
 
     assert manifest.added == 20 * 4000
     assert torch.equal(store.load_model("tuned")["layer0"], base["layer0"])

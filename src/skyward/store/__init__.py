@@ -2,11 +2,12 @@
 
 The modules; each imports only those above it:
 
-- `format`: the contents of a store's files.
-- `places`: where the files are. `format` and `places` do not import each other.
+- `manifest`, `values`: the contents of a store's files, and what a saved value is in them.
+- `places`, `local`, `http`, `remote`, `address`: where the files are.
 - `catalog`, `progress`: the versions of a store, and the progress of a save or load.
-- `saving`, `loading`, `collecting`: write tensors, read tensors, and delete unused ones.
+- `save`, `load`, `fill`: write tensors, read tensors, and fill a module with them.
 - `exchange`: import and export files of other tools.
-- `on_node`, `server`: saving and loading by a torch device's node, and for clients over HTTP.
-- `models`: `ModelStore`, the object that the user holds.
+- `node`: saving and loading by a torch device's node.
+- `web`, `server`: a store's folder for clients over HTTP.
+- `models`, `checkpoints`: `ModelStore`, the object that the user holds; a torch device saved whole.
 """

@@ -1,10 +1,17 @@
-"""The catalog: lists the versions of a store, publishes new ones and withdraws old ones."""
+"""The catalog: lists, publishes and withdraws versions, and removes what no version needs."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+import time
+import uuid
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
 
 from skyward.errors import (
     ConfigurationError,
@@ -13,10 +20,9 @@ from skyward.errors import (
     StoreDamagedError,
     StoreError,
 )
-from skyward.store.format import manifest as manifests
-from skyward.store.format.manifest import MANIFEST_LIMIT, Manifest
-from skyward.store.places.files import Files
-from skyward.store.places.opening import absent
+from skyward.store import manifest as manifests
+from skyward.store.manifest import MANIFEST_LIMIT, Manifest, StoredObject, object_path
+from skyward.store.places import Files
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _RESERVED = re.compile(r".*\.(json|gone)", re.IGNORECASE)
@@ -24,6 +30,11 @@ _VERSION = re.compile(r"models/(.+)/([1-9][0-9]{0,8})\.(json|gone)")
 _LONGEST = 200
 _KEPT = 64
 """How many manifests a catalog remembers; one may take as much memory as a small model."""
+GRACE = 24 * 3600.0
+"""How long the garbage collector keeps a file that no manifest names."""
+_LEASE_LIMIT = 64 << 20
+
+_log = logging.getLogger("skyward.store")
 
 
 def manifest_url(files: Files, manifest: Manifest) -> str:
@@ -61,11 +72,12 @@ class Catalog:
     """The manifests of a store.
 
     A version's number is used once: deleting the newest leaves a marker, so that a name and a
-    number mean the same bytes for ever.
+    number mean the same bytes for ever. A running save has a lease: a file that names the objects
+    that the save reuses, so that the collector keeps them.
     """
 
     def __init__(self, files: Files) -> None:
-        self._files = files
+        self.files = files
         self._kept: OrderedDict[str, Manifest] = OrderedDict()
 
     def numbers(self, name: str | None = None) -> dict[str, list[int]]:
@@ -85,29 +97,29 @@ class Catalog:
         numbers = self.numbers(name).get(name, [])
         if not numbers:
             names = ", ".join(self.numbers()) or "none yet"
-            if absent(self._files):
+            if self.files.absent:
                 raise ModelNotFoundError(
-                    f"no model {name!r} in {self._files.url}, which does not exist; "
+                    f"no model {name!r} in {self.files.url}, which does not exist; "
                     "check where the store is, or save a model there first"
                 )
             raise ModelNotFoundError(
-                f"{self._files.url} has no model {name!r}; it has: {names[:500]}"
+                f"{self.files.url} has no model {name!r}; it has: {names[:500]}"
             )
         if version is None:
             return numbers[-1]
         if version not in numbers:
             shown = ", ".join(str(number) for number in numbers[-20:])
             raise ModelNotFoundError(
-                f"{self._files.url} has no version {version!r} of {name!r}; it has: {shown}"
+                f"{self.files.url} has no version {version!r} of {name!r}; it has: {shown}"
             )
         return version
 
     def read(self, name: str, version: int) -> Manifest:
         """One version's manifest, checked."""
         path = f"models/{name}/{version}.json"
-        where = f"{self._files.url}/{path}"
+        where = f"{self.files.url}/{path}"
         try:
-            data = self._files.read(path, 0, MANIFEST_LIMIT + 1)
+            data = self.files.read(path, 0, MANIFEST_LIMIT + 1)
         except FileNotFoundError:
             raise ModelNotFoundError(f"{where} is gone: the version was deleted") from None
         if len(data) > MANIFEST_LIMIT:
@@ -139,20 +151,20 @@ class Catalog:
 
     def has(self, name: str, version: int) -> bool:
         """Whether a version still exists."""
-        return self._files.size(f"models/{name}/{version}.json") is not None
+        return self.files.size(f"models/{name}/{version}.json") is not None
 
     def publish(self, drafts: Iterable[Manifest], name: str) -> Manifest:
         """Publish the first draft whose number is free; drafts are numbered upwards."""
         for draft in drafts:
             path = f"models/{name}/{draft.version}.json"
-            if not self._files.create(path, _accepted(draft)):
+            if not self.files.create(path, _accepted(draft)):
                 continue
             # Another client may have published and deleted this number after the drafts got theirs.
-            if self._files.size(f"models/{name}/{draft.version}.gone") is None:
+            if self.files.size(f"models/{name}/{draft.version}.gone") is None:
                 return self.keep(draft)
-            self._files.delete(path)
+            self.files.delete(path)
         raise StoreError(
-            f"{self._files.url}: other clients took every version number of {name!r} that this "
+            f"{self.files.url}: other clients took every version number of {name!r} that this "
             "save tried; save again, or under another name"
         )
 
@@ -164,18 +176,104 @@ class Catalog:
         """Delete versions; their bytes stay until the garbage collector deletes them."""
         last = self.last_number(name)
         if last in versions:
-            self._files.write(f"models/{name}/{last}.gone", [b"{}\n"])
+            self.files.write(f"models/{name}/{last}.gone", [b"{}\n"])
         for number in versions:
-            self._files.delete(f"models/{name}/{number}.json")
+            self.files.delete(f"models/{name}/{number}.json")
             self._kept.pop(f"models/{name}/{number}.json", None)
         for owner, number, gone in self._listed(name):
             if owner == name and gone and number < last:
-                self._files.delete(f"models/{name}/{number}.gone")
+                self.files.delete(f"models/{name}/{number}.gone")
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[Callable[[Iterable[StoredObject]], None]]:
+        """The lease of one save, as a function that names the objects that the save reuses."""
+        path = f"saves/{uuid.uuid4().hex}.json"
+
+        def write(reused: Iterable[StoredObject]) -> None:
+            named = msgspec.json.encode({"objects": [stored.name for stored in reused]})
+            self.files.write(path, [named])
+
+        try:
+            yield write
+        finally:
+            try:
+                self.files.delete(path)
+            except StoreError as problem:
+                # The lease ends by itself, and the save succeeded or failed for another reason.
+                _log.info("a lease stays for a day: %s", problem)
+
+    def lost(self, reused: Mapping[StoredObject, tuple[str, int]]) -> set[StoredObject]:
+        """The reused objects that no longer exist, or whose version no longer exists."""
+        deleted = {source for source in set(reused.values()) if not self.has(*source)}
+        streams = self.files.transfers
+
+        def missing(some: list[StoredObject]) -> list[StoredObject]:
+            return [each for each in some if self.files.size(object_path(each.name)) != each.size]
+
+        stored = list(reused)
+        with ThreadPoolExecutor(streams) as pool:
+            found = pool.map(missing, [stored[each::streams] for each in range(streams)])
+            lost = {each for some in found for each in some}
+        return lost | {each for each in stored if reused[each] in deleted}
+
+    def collect(self, older_than: float) -> int:
+        """Remove the files that no manifest and no lease names; returns how many bytes that freed.
+
+        A manifest that cannot be read stops the collection, because its objects are unknown. The
+        manifests are read again after the leases, because a save publishes before it drops its
+        lease: a save that published in between is seen now, and every other save still holds its
+        lease.
+        """
+        now = time.time()
+        old = [
+            entry
+            for folder in ("objects", "tmp", "saves")
+            for entry in self.files.list(folder)
+            if entry.modified < now - older_than
+        ]
+        named: set[str] = set()
+        seen: set[tuple[str, int]] = set()
+        self._mark(named, seen)
+        for entry in self.files.list("saves"):
+            if entry.modified >= now - GRACE:
+                named.update(object_path(name) for name in self._leased(entry.path))
+        self._mark(named, seen)
+        freed = 0
+        for entry in old:
+            abandoned = not entry.path.startswith("saves/") or entry.modified < now - GRACE
+            if entry.path not in named and abandoned:
+                self.files.delete(entry.path)
+                freed += entry.size
+        return freed
+
+    def _mark(self, named: set[str], seen: set[tuple[str, int]]) -> None:
+        """Add the objects of the versions that are not in `seen` yet."""
+        for name, numbers in self.numbers().items():
+            for number in numbers:
+                if (name, number) in seen:
+                    continue
+                seen.add((name, number))
+                with contextlib.suppress(ModelNotFoundError):  # deleted since it was listed
+                    manifest = self.read(name, number)
+                    named.update(object_path(stored.name) for stored in manifest.objects)
+
+    def _leased(self, path: str) -> list[str]:
+        """The objects that the lease at a path names."""
+        try:
+            data = self.files.read(path, 0, _LEASE_LIMIT)
+            return msgspec.json.decode(data, type=dict[str, list[str]])["objects"]
+        except FileNotFoundError:
+            return []
+        except (msgspec.MsgspecError, KeyError):
+            raise StoreDamagedError(
+                f"{self.files.url}/{path}: not a list of the objects a save uses; "
+                "delete the file when no save is running, then collect again"
+            ) from None
 
     def _listed(self, name: str | None) -> list[tuple[str, int, bool]]:
         folder = "models" if name is None else f"models/{name}"
         found = []
-        for entry in self._files.list(folder):
+        for entry in self.files.list(folder):
             match = _VERSION.fullmatch(entry.path)
             if match and name in (None, match[1]):
                 found.append((match[1], int(match[2]), match[3] == "gone"))

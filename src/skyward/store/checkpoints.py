@@ -19,13 +19,12 @@ from skyward.device.failures import failures
 from skyward.device.library import Life
 from skyward.device.recovery import Recovery, recoveries, summary
 from skyward.errors import ConfigurationError, DeviceError
+from skyward.store import values
 from skyward.store.catalog import manifest_url
-from skyward.store.format import tree
-from skyward.store.format.layout import tensor_at
-from skyward.store.format.manifest import Manifest
+from skyward.store.manifest import Manifest
 from skyward.store.models import ModelStore, ModelVersion
-from skyward.store.on_node.loading import loading_for_device
 from skyward.store.progress import UNWATCHED
+from skyward.store.values import tensor_at
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +69,7 @@ def checkpoint(
         for number in core().generators(index)
     }
     value = {"objects": states, "generators": generators}
-    _, tensors = tree.encode(value)
+    _, tensors = values.encode(value)
     facts = {
         "device": None if saved is None else saved.version,
         "lineage": _lineage(serial),
@@ -153,7 +152,7 @@ def _failed(index: int, flats: dict[Life, torch.Tensor]) -> dict[Life, str]:
 def _tell_failed(index: int, failed: dict[Life, str], states: dict[str, Any]) -> None:
     """Refuse to save objects without the contents of their tensors; warn of other tensors."""
     slots = {life.slot: why for life, why in failed.items()}
-    for path, tensor in tree.encode(states)[1]:
+    for path, tensor in values.encode(states)[1]:
         if tensor.device.type == "sky" and tensor.numel():
             slot = core().slot(index, tensor.untyped_storage().data_ptr())
             if slot in slots:
@@ -211,7 +210,7 @@ def _fill(place: torch.device, store: ModelStore, memory: Manifest, lives: list[
         region = memory.tensors[number].region
         if life in targets and region is not None:
             wanted.setdefault(region, []).append(number)
-    loading = loading_for_device(store._address, store._files, memory, UNWATCHED, place)
+    loading = store._loading(memory, UNWATCHED, place)
     for region, flat in loading.regions(wanted):
         for number in wanted[region]:
             saved = tensor_at(memory.tensors[number], flat.to(place))
@@ -224,11 +223,11 @@ def _fill(place: torch.device, store: ModelStore, memory: Manifest, lives: list[
 
 def _loaded(place: torch.device, store: ModelStore, manifest: Manifest, host: list[int]) -> Any:
     """The saved value; tensors that were on the host are there again."""
-    loading = loading_for_device(store._address, store._files, manifest, UNWATCHED, place)
+    loading = store._loading(manifest, UNWATCHED, place)
     tensors = loading.tensors(place)
     for number in host:
         tensors[number] = tensors[number].cpu()
-    return tree.decode(manifest.tree, tensors.__getitem__, manifest_url(store._files, manifest))
+    return values.decode(manifest.tree, tensors.__getitem__, manifest_url(store._files, manifest))
 
 
 def _read(store: ModelStore, name: str, version: int | None) -> tuple[Manifest, dict[str, Any]]:

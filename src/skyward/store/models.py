@@ -17,19 +17,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from skyward.errors import ConfigurationError, ModelNotFoundError, SerializationError
-from skyward.store import exchange
-from skyward.store.catalog import Catalog, check_name, manifest_url
-from skyward.store.collecting import collect
-from skyward.store.format import tree
-from skyward.store.format.manifest import Manifest
-from skyward.store.loading.filling import fill
-from skyward.store.on_node.loading import loading_for_device
-from skyward.store.on_node.saving import Title, save_on_node
-from skyward.store.places.files import Files
-from skyward.store.places.opening import absent, address_of, open_files
-from skyward.store.progress import Watch, watched
-from skyward.store.saving import Saving
-from skyward.store.saving.leases import GRACE
+from skyward.store import exchange, values
+from skyward.store.address import address_of, open_files
+from skyward.store.catalog import GRACE, Catalog, check_name, manifest_url
+from skyward.store.fill import fill
+from skyward.store.load import Loading
+from skyward.store.manifest import Manifest
+from skyward.store.node import NodeLoading, Title, save_on_node
+from skyward.store.places import Files
+from skyward.store.progress import Progress, Watch, watched
+from skyward.store.save import Saving
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +104,7 @@ class ModelStore:
     @property
     def absent(self) -> bool:
         """Whether the store is a folder that does not exist, as before the first save."""
-        return absent(self._files)
+        return self._files.absent
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the address and the token: other processes open the same place.
@@ -142,12 +139,12 @@ class ModelStore:
             class_path = f"{kind.__module__}.{kind.__qualname__}"
             value = model.state_dict()
         with watched(self._progress, f"saving {name}") as progress:
-            shape, tensors = tree.encode(value)
+            tree, tensors = values.encode(value)
             title = Title(name, facts, class_path)
-            saved = save_on_node(self._address, self._files, title, shape, tensors)
+            saved = save_on_node(self._address, self._files, title, tree, tensors)
             if saved is None:
-                saving = Saving(self._files, self._catalog, name, progress)
-                saved = saving.save_tree(shape, tensors, facts, class_path)
+                saving = Saving(self._catalog, name, progress)
+                saved = saving.save(tree, tensors, facts, class_path)
         return _version(saved)
 
     def load_model(
@@ -171,11 +168,10 @@ class ModelStore:
 
         manifest = self._manifest(name, version)
         place = _usable(device)
-        loading_for = functools.partial(loading_for_device, self._address, self._files, manifest)
         if into is None:
             with watched(self._progress, f"loading {name}") as progress:
-                tensors = loading_for(progress, place).tensors(place)
-            return tree.decode(
+                tensors = self._loading(manifest, progress, place).tensors(place)
+            return values.decode(
                 manifest.tree, _numbered(tensors), manifest_url(self._files, manifest)
             )
         if not isinstance(into, torch.nn.Module):
@@ -184,8 +180,8 @@ class ModelStore:
                 "leave it out to get what was saved, and load that yourself"
             )
         with watched(self._progress, f"loading {name}") as progress:
-            fitting = functools.partial(loading_for, progress)
-            return fill(into, fitting, self._files, manifest, place, strict, progress)
+            loading_for = functools.partial(self._loading, manifest, progress)
+            return fill(into, loading_for, self._files, manifest, place, strict, progress)
 
     def list(self) -> tuple[ModelVersion, ...]:
         """The newest version of every model, by name."""
@@ -223,7 +219,7 @@ class ModelStore:
         manifest = self._manifest(name, version)
         views = manifest.tensors
         where = manifest_url(self._files, manifest)
-        found = tree.numbers(tree.outline(manifest.tree, len(views), where))
+        found = values.numbers(values.outline(manifest.tree, len(views), where))
         return _version(manifest), tuple(
             StoredTensor(
                 path,
@@ -252,7 +248,7 @@ class ModelStore:
             )
         if math.isnan(older_than):
             raise ConfigurationError("gc(older_than=nan): takes seconds; nan is no number of them")
-        return collect(self._files, self._catalog, older_than)
+        return self._catalog.collect(older_than)
 
     def import_file(
         self,
@@ -292,6 +288,12 @@ class ModelStore:
     def _manifest(self, name: str, version: int | None) -> Manifest:
         number = self._catalog.resolve(check_name(name), version)
         return self._catalog.keep(self._catalog.read(name, number))
+
+    def _loading(self, manifest: Manifest, progress: Progress, device: torch.device) -> Loading:
+        """The reader for a device: this process, or the node of a sky device."""
+        if device.type != "sky":
+            return Loading(self._files, manifest, progress)
+        return NodeLoading(self._address, self._files, manifest, progress, device)
 
 
 def _usable(device: str | torch.device) -> torch.device:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from skyward.checks import argument
 from skyward.errors import ConfigurationError
-from skyward.store.places.access import TOKEN, guarding_token, is_loopback
+from skyward.store.places import TOKEN, guarding_token, is_loopback
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -63,7 +63,7 @@ def serve(
         )
     context = _context(certificate, key)
     try:
-        from skyward.store.server.web import Interface
+        from skyward.store.web import Interface
     except ImportError as problem:
         raise ConfigurationError(
             f"the model server needs aiohttp ({problem}); install skyward-torch[server]"

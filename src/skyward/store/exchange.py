@@ -1,27 +1,157 @@
-"""Safetensors files of other tools: read mapped, written a tensor at a time."""
+"""Import and export: files of other tools, safetensors and files of `torch.save`."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+import textwrap
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from skyward.checks import argument
 from skyward.errors import StoreError
 from skyward.objects import memory
-from skyward.store.format.layout import tensor_at
-from skyward.store.format.manifest import ITEM_SIZES, RANK_LIMIT, Size, View
-from skyward.store.format.safetensors import HEADER_LIMIT, RECENT_DTYPES, head_of_views
-from skyward.store.format.tree import Number
-from skyward.store.loading import Loading
-from skyward.store.places.mapping import mapped
+from skyward.store import values
+from skyward.store.catalog import manifest_url
+from skyward.store.load import Loading
+from skyward.store.local import mapped
+from skyward.store.manifest import (
+    HEADER_LIMIT,
+    ITEM_SIZES,
+    RANK_LIMIT,
+    RECENT_DTYPES,
+    Manifest,
+    Size,
+    View,
+    head_of_views,
+)
+from skyward.store.places import Files
+from skyward.store.progress import Progress
+from skyward.store.values import Number, tensor_at
 
 if TYPE_CHECKING:
     import torch
+
+SAFETENSORS = ".safetensors"
+_ZIP, _PICKLE, _TAR = b"PK\x03\x04", b"\x80", b"ustar"
+"""How a file of torch.save begins: today, before torch 1.6, and in its first year."""
+_TAR_AT = 257
+_BEGINNING = _TAR_AT + len(_TAR)
+
+
+def read(path: Path) -> tuple[Any, dict[str, str]]:
+    """The contents of a file and its metadata; only tensors and plain values are read."""
+    if path.is_dir():
+        return read_folder(path)
+    if path.suffix == SAFETENSORS:
+        return read_safetensors(path)
+    return _read_pickled(path), {}
+
+
+def _read_pickled(path: Path) -> Any:
+    import torch
+
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files from before torch 1.6 cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as problem:
+        raise _refusal(path, problem) from problem
+
+
+def _refusal(path: Path, problem: Exception) -> StoreError:
+    """What is wrong with the file, without torch's advice to trust it."""
+    if isinstance(problem, OSError):
+        reason = problem.strerror or str(problem)
+        return StoreError(f"{path}: cannot be read: {reason}; check the file, and that you may")
+    refused = f"{path}: cannot be imported, because it"
+    with path.open("rb") as file:
+        start = file.read(_BEGINNING)
+    if not start.startswith((_ZIP, _PICKLE)) and start[_TAR_AT:] != _TAR:
+        return StoreError(
+            f"{refused} is not a file of torch.save; check which file it is, "
+            "and let the name of a safetensors file end in .safetensors"
+        )
+    reason = str(problem)
+    if found := re.search(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)", reason):
+        return StoreError(
+            f"{refused} holds more than tensors and plain values: {found[1]}; "
+            "load it where you trust it, and save its state_dict()"
+        )
+    return StoreError(
+        f"{refused} is damaged or holds more than tensors and plain values ({_gist(problem)}); "
+        "load it where you trust it, and save its state_dict()"
+    )
+
+
+def _gist(problem: Exception) -> str:
+    """The sentence of the message that says what is wrong with the file."""
+    lines = [line.strip() for line in str(problem).splitlines()] or [""]
+    telling = next((line for line in lines if "Unsupported" in line), lines[0])
+    sentence = telling.removeprefix("WeightsUnpickler error: ").partition(". ")[0].rstrip(".")
+    kind = type(problem).__name__
+    if isinstance(problem, LookupError):  # its message is the key alone
+        return f"{kind}: {sentence}"
+    return textwrap.shorten(sentence, 200, placeholder=" ...") or kind
+
+
+def write_pickled(value: object, path: Path) -> None:
+    """Write a file as `torch.save` does, whole or not at all."""
+    import torch
+
+    with _whole(path) as temporary:
+        try:
+            torch.save(value, temporary)
+        except RuntimeError as problem:  # torch raises this for a full disk
+            raise OSError(str(problem).splitlines()[0].rstrip(".")) from problem
+
+
+def write_safetensors(files: Files, manifest: Manifest, path: Path, progress: Progress) -> None:
+    """Write a version as a safetensors file, whole or not at all."""
+    value = values.outline(manifest.tree, len(manifest.tensors), manifest_url(files, manifest))
+    obstacle = unsuited(value, manifest.tensors)
+    if obstacle:
+        pt = path.with_suffix(".pt").name
+        raise StoreError(
+            f"{manifest.name!r} version {manifest.version} holds {obstacle}, and a safetensors "
+            f"file has named tensors only; write a .pt file: {argument('output', pt, python=pt)}"
+        )
+    named = {name: each.index for name, each in value.items()}
+    loading = Loading(files, manifest, progress)
+    with _whole(path) as temporary:
+        _write(temporary, named, manifest.tensors, manifest.metadata, loading)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A temporary file beside the path, renamed when it is complete and removed when it is not."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except StoreError:
+        raise
+    except OSError as problem:
+        raise StoreError(
+            f"{path}: writing failed: {problem.strerror or problem}; "
+            "check that the folder is there, that you may write to it, and that it has room"
+        ) from problem
+    finally:
+        with contextlib.suppress(OSError):  # it may never have been made
+            temporary.unlink()
+
+
+# Safetensors.
 
 INDEX = "model.safetensors.index.json"
 """The file in a folder that says which of the folder's files holds which tensor."""
@@ -45,7 +175,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a file, mapped and not yet read, and its metadata."""
     with path.open("rb") as file:
         length = os.fstat(file.fileno()).st_size
@@ -80,7 +210,7 @@ def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     if not index.is_file():
         whole = folder / "model.safetensors"
         if whole.is_file():
-            return read(whole)
+            return read_safetensors(whole)
         raise StoreError(
             f"{folder}: cannot be imported, because it holds neither {INDEX} nor "
             "model.safetensors; name the file you mean"
@@ -94,7 +224,7 @@ def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     for shard in sorted(set(places.values())):
         if shard != Path(shard).name or not (folder / shard).is_file():
             raise _refused(index, f"it names {shard!r}, which is not a file beside it")
-        found, about = read(folder / shard)
+        found, about = read_safetensors(folder / shard)
         tensors |= found
         facts |= about
     missing = sorted(set(places) - set(tensors))
@@ -127,7 +257,7 @@ def _tensor(entry: _Listed, data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype, count=count, offset=first).reshape(entry.shape)
 
 
-def write(
+def _write(
     path: Path,
     named: Mapping[str, int],
     views: list[View],

@@ -1,10 +1,16 @@
-"""A manifest: the tensors and values of one version of a model, and where their bytes are."""
+"""The contents of a store's files: manifests, and the objects that manifests name.
+
+A manifest has the tensors and values of one version of a model, and says where their bytes are. An
+object is a safetensors file. Its head lists the digest of every tensor, and the object's name is
+the digest of the head, so the name guards every byte. A random ending makes each upload a file of
+its own: no save ever writes to a name that the garbage collector is about to delete.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -12,6 +18,7 @@ import msgspec
 import xxhash
 
 from skyward.errors import StoreDamagedError
+from skyward.objects.memory import ALIGNMENT
 
 FORMAT = 1
 MANIFEST_LIMIT = 256 << 20
@@ -189,3 +196,90 @@ def _flaw(view: View, regions: list[Region]) -> str | None:
     if view.offset + (last + 1) * item > regions[view.region].size:
         return "ends behind the end of its region"
     return None
+
+
+# Objects.
+
+HEADER_LIMIT = 100 << 20
+"""The limit of the safetensors library."""
+
+DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""The names that safetensors has for torch's dtypes; objects hold other dtypes as plain bytes."""
+
+RECENT_DTYPES = DTYPES | {
+    "complex64": "C64",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+"""The same with the dtypes that only recent versions of safetensors know."""
+
+
+Listed = tuple[str, Sequence[int], int]
+"""A tensor as the head of a file lists it: its dtype in safetensors, its shape and its length."""
+
+
+def head(tensors: Mapping[str, Listed], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """The head of a file that holds tensors in this order, and where in the file each begins."""
+    table: dict[str, Any] = {"__metadata__": metadata}
+    offsets = []
+    at = 0
+    for name, (dtype, shape, size) in tensors.items():
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        offsets.append(at)
+        at += size
+    text = msgspec.json.encode(table)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, [start + offset for offset in offsets]
+
+
+def head_of_views(
+    views: Mapping[str, View], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """The head of a file that holds views by name, and where each begins, in the file's order."""
+    # The order of safetensors itself: each tensor begins at a multiple of its element's size.
+    order = sorted(views.items(), key=lambda item: (-ITEM_SIZES[item[1].dtype], item[0]))
+    listed = {
+        name: (RECENT_DTYPES[view.dtype], view.shape, view.packed_size) for name, view in order
+    }
+    text, starts = head(listed, metadata)
+    return text, dict(zip(listed, starts, strict=True))
+
+
+def object_identity(head: bytes) -> str:
+    """The part of an object's name that depends on its contents."""
+    return xxhash.xxh3_128_hexdigest(head)
+
+
+_distrusted: set[str] = set()
+
+
+def distrust(names: Iterable[str]) -> None:
+    """Note the objects of a damaged version.
+
+    From now on, saves of this process do not reuse these objects, even if a manifest names them. So
+    the user can save the right tensors again and gets an undamaged version.
+    """
+    _distrusted.update(names)
+
+
+def is_distrusted(name: str) -> bool:
+    """Whether an object was in a damaged version; the name of an object is unique everywhere."""
+    return name in _distrusted

@@ -1,4 +1,4 @@
-"""Choosing a place: the files at a path or URL, and the address that another process opens."""
+"""The address of a store: a path or URL, and the files there."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from skyward.errors import ConfigurationError, StoreError
-from skyward.store.places.access import is_loopback, store_at
-from skyward.store.places.files import Files
-from skyward.store.places.http import HttpFiles
-from skyward.store.places.local import LocalFiles
-from skyward.store.places.remote import FsspecFiles
+from skyward.store.http import HttpFiles
+from skyward.store.local import LocalFiles
+from skyward.store.places import Files, is_loopback, store_at
+from skyward.store.remote import FsspecFiles
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)")
 _HIDDEN = re.compile(r"://[^/\s'\"]+@")
@@ -47,11 +46,6 @@ def address_of(
 ) -> Address:
     """The address of open files; the address of a folder is an absolute path."""
     return Address(files.url if isinstance(files, LocalFiles) else os.fspath(url), token, durable)
-
-
-def absent(files: Files) -> bool:
-    """Whether the files are those of a folder that does not exist."""
-    return isinstance(files, LocalFiles) and not os.path.exists(files.url)
 
 
 def open_files(url: str | os.PathLike[str], token: str | None, durable: bool) -> Files:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +12,18 @@ import msgspec
 
 from skyward.errors import StoreDamagedError
 from skyward.objects import memory
-from skyward.store.format import objects
-from skyward.store.format.layout import tensor_at
-from skyward.store.format.manifest import Manifest, Region, StoredObject, object_path
-from skyward.store.loading.fetching import fetched, head_end
-from skyward.store.places.files import Files
+from skyward.store.manifest import (
+    HEADER_LIMIT,
+    Manifest,
+    Region,
+    StoredObject,
+    distrust,
+    object_identity,
+    object_path,
+)
+from skyward.store.places import Files
 from skyward.store.progress import UNWATCHED, Progress
+from skyward.store.values import tensor_at
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +34,15 @@ _SMALL_FETCHED = 1 << 20
 _SMALL_MAPPED = 1 << 16
 """Smaller tensors are copied, because each would keep all of its object in memory. The limit for
 mapped objects is lower: the kernel drops their pages when memory is short."""
+
+PART = 8 << 20
+"""A read is cut into ranges of this size; several ranges are fetched at once."""
+TOGETHER = 128 << 20
+"""Objects up to this size are read whole if at least half of their bytes are needed."""
+AHEAD = 64 << 20
+"""How many bytes are fetched ahead while earlier objects are verified and used."""
+STREAMS = 8
+_HEAD = 64 << 10
 
 _Work = tuple[StoredObject, list[Region], list[int]]
 """An object, the regions to read from it, and their numbers in the manifest."""
@@ -44,6 +61,18 @@ class _Read:
     @property
     def size(self) -> int:
         return sum(region.size for region in self.regions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """An object that is being fetched."""
+
+    path: str
+    head: Future[bytes] | None
+    """None if the head is the beginning of the only block."""
+    blocks: list[tuple[int, memoryview]]
+    parts: list[tuple[memoryview, Future[int]]]
+    size: int
 
 
 class Loading:
@@ -124,15 +153,81 @@ class Loading:
             raise self._damaged(path, "the file is missing") from None
         if view is None:
             return None
-        self._check_header(stored, regions, bytes(view[: head_end(view, path, self._damaged)]))
+        self._check_header(stored, regions, bytes(view[: self._head_end(view, path)]))
         return [view[region.start : region.start + region.size] for region in regions]
 
     def _fetched(self, work: list[_Work]) -> Iterator[list[_Read]]:
-        wanted = [(stored, regions) for stored, regions, _ in work]
-        arriving = fetched(self._files, wanted, self._damaged, self._progress.advance)
-        for (stored, regions, indices), (head, blocks) in zip(work, arriving, strict=True):
-            self._check_header(stored, regions, head)
-            yield [_Read(stored, indices, regions, blocks, False)]
+        """The same from a remote store: fetched in parallel, and a bounded amount ahead."""
+        pool = ThreadPoolExecutor(STREAMS, thread_name_prefix="skyward-store")
+        fetches: deque[_Fetch] = deque()
+        waiting = deque(work)
+
+        def start() -> None:
+            while waiting:
+                stored, regions, _ = waiting[0]
+                held = sum(fetch.size for fetch in fetches)
+                if fetches and held + _extent(regions) > AHEAD:
+                    return
+                fetches.append(self._fetch(pool, object_path(stored.name), regions))
+                waiting.popleft()
+
+        try:
+            start()
+            for stored, regions, indices in work:
+                head, blocks = self._arrived(fetches.popleft(), regions)
+                start()
+                self._check_header(stored, regions, head)
+                yield [_Read(stored, indices, regions, blocks, False)]
+                del blocks
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _fetch(self, pool: ThreadPoolExecutor, path: str, regions: list[Region]) -> _Fetch:
+        end = _extent(regions)
+        needed = sum(region.size for region in regions)
+        together = 2 * needed >= end and (len(regions) == 1 or end <= TOGETHER)
+        blocks = (
+            [(0, memory.fresh(end))]
+            if together
+            else [(region.start, memory.fresh(region.size)) for region in regions]
+        )
+        head = None if together else pool.submit(self._head, path)
+        parts = [
+            (part, pool.submit(self._files.read_into, path, start + at, part))
+            for start, block in blocks
+            for at in range(0, len(block), PART)
+            for part in (block[at : at + PART],)
+        ]
+        return _Fetch(path, head, blocks, parts, sum(len(block) for _, block in blocks))
+
+    def _arrived(self, fetch: _Fetch, regions: list[Region]) -> tuple[bytes, list[memoryview]]:
+        """The head of an object and the bytes of its regions, when they are there."""
+        needed = sum(region.size for region in regions)
+        try:
+            for part, count in fetch.parts:
+                if count.result() != len(part):
+                    raise self._damaged(fetch.path, "the file is too short")
+                self._progress.advance(min(len(part), needed))
+                needed -= min(len(part), needed)
+            if fetch.head is not None:
+                return fetch.head.result(), [block for _, block in fetch.blocks]
+        except FileNotFoundError:
+            raise self._damaged(fetch.path, "the file is missing") from None
+        ((_, whole),) = fetch.blocks
+        head = bytes(whole[: self._head_end(whole, fetch.path)])
+        return head, [whole[region.start : region.start + region.size] for region in regions]
+
+    def _head(self, path: str) -> bytes:
+        start = self._files.read(path, 0, _HEAD)
+        end = self._head_end(memoryview(start), path)
+        return start[:end] if end <= len(start) else self._files.read(path, 0, end)
+
+    def _head_end(self, start: memoryview, path: str) -> int:
+        """The length of an object's head, read from the first bytes of the object."""
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or length > HEADER_LIMIT:
+            raise self._damaged(path, "it does not begin with a header")
+        return 8 + length
 
     def _check(self, group: list[_Read]) -> None:
         unchecked = [read for read in group if not self._verified.issuperset(read.indices)]
@@ -155,7 +250,7 @@ class Loading:
 
     def _check_header(self, stored: StoredObject, regions: list[Region], head: bytes) -> None:
         path = object_path(stored.name)
-        if objects.identity(head) != stored.name[:32]:
+        if object_identity(head) != stored.name[:32]:
             raise self._damaged(path, "its header is not what was saved")
         try:
             table = msgspec.json.decode(head[8:], type=dict[str, dict[str, Any]])
@@ -167,12 +262,16 @@ class Loading:
             raise self._damaged(path, "its header and the manifest disagree") from None
 
     def _damaged(self, path: str, what: str) -> StoreDamagedError:
-        objects.distrust(stored.name for stored in self._manifest.objects)
+        distrust(stored.name for stored in self._manifest.objects)
         name, version = self._manifest.name, self._manifest.version
         return StoreDamagedError(
             f"{self._files.url}/{path}, part of {name!r} version {version}: {what}; load another "
             "version, or delete the versions that use the file and save the model again"
         )
+
+
+def _extent(regions: list[Region]) -> int:
+    return max(region.start + region.size for region in regions)
 
 
 def _flats(read: _Read) -> Iterator[torch.Tensor]:

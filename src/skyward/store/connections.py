@@ -9,7 +9,7 @@ import ssl
 import threading
 
 from skyward.errors import ConfigurationError
-from skyward.store.places.access import AUTHORITY, is_loopback
+from skyward.store.places import AUTHORITY, is_loopback
 
 CONNECT_SECONDS = 10.0
 SILENT_SECONDS = 60.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from skyward.checks import argument
 from skyward.errors import StoreError, StoreFullError
-from skyward.store.places.files import Buffer, FileEntry
+from skyward.store.places import Buffer, FileEntry, Files
 
 _BLOCK = 16 << 20
 """A write is cut into parts of this size, of which each transfer keeps about two in memory."""
@@ -27,12 +27,8 @@ _EXCLUSIVE = _WHOLE | {"memory"}
 _TIMES = ("LastModified", "mtime", "last_modified", "updated", "created")
 
 
-class FsspecFiles:
+class FsspecFiles(Files):
     """The files below one path of an fsspec filesystem."""
-
-    transfers = 4
-    whole = 16 << 20
-    drafts = False
 
     def __init__(self, fs: Any, root: str, url: str) -> None:
         self.url = url.rstrip("/")
@@ -43,7 +39,6 @@ class FsspecFiles:
         self._exclusive = bool(_EXCLUSIVE & set(protocols))
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """Bytes from `start` on."""
         with self._reported("reading", path):
             try:
                 return bytes(self._fs.cat_file(self._path(path), start=start, end=start + length))
@@ -54,17 +49,11 @@ class FsspecFiles:
                 raise
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
-        """Fill the buffer from `start` on."""
         data = self.read(path, start, len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
-    def view(self, path: str) -> memoryview | None:
-        """None: a remote file needs a copy."""
-        return None
-
     def size(self, path: str) -> int | None:
-        """The length of the file."""
         with self._reported("reading", path):
             self._fs.invalidate_cache()
             try:
@@ -74,15 +63,11 @@ class FsspecFiles:
             return None if about["type"] == "directory" else int(about["size"])
 
     def write(self, path: str, parts: Sequence[Buffer]) -> None:
-        """Upload a file whole."""
         with self._reported("writing", path):
             if self._appears_whole:
                 self._upload(path, parts)
             else:
                 self._rename(path, parts)
-
-    def draft(self) -> None:
-        """None: an upload has its name from the beginning."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Upload a file unless it exists.
@@ -108,7 +93,6 @@ class FsspecFiles:
             return self.read(path, 0, len(data) + 1) == data
 
     def list(self, folder: str) -> builtins.list[FileEntry]:
-        """Every file below a folder."""
         with self._reported("listing", folder):
             self._fs.invalidate_cache()
             found = self._found(folder) if self._appears_whole else self._walked(folder)
@@ -146,7 +130,6 @@ class FsspecFiles:
         return found
 
     def delete(self, path: str) -> None:
-        """Remove a file."""
         with self._reported("deleting", path), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(path))
 

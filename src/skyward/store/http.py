@@ -19,17 +19,19 @@ import msgspec
 
 from skyward.checks import argument
 from skyward.errors import ConfigurationError, StoreError, StoreFullError
-from skyward.store.places.access import (
+from skyward.store.connections import HttpConnections, close
+from skyward.store.places import (
     AUTHORITY,
     MARK,
     PROTOCOL,
     TOKEN,
+    Buffer,
+    FileEntry,
+    Files,
     chosen_token,
     is_loopback,
     store_at,
 )
-from skyward.store.places.connections import HttpConnections, close
-from skyward.store.places.files import Buffer, FileEntry
 
 PAUSES = (0.1, 0.3, 0.9)
 """Seconds before each new attempt; after progress, the pauses start again at the first."""
@@ -47,12 +49,8 @@ class _Listing(msgspec.Struct):
     files: list[FileEntry]
 
 
-class HttpFiles:
+class HttpFiles(Files):
     """The files of one model server."""
-
-    transfers = 4
-    whole = 16 << 20
-    drafts = False
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url, self._base = _checked(url)
@@ -72,20 +70,12 @@ class HttpFiles:
         return f"HttpFiles({self.url!r})"
 
     def read(self, path: str, start: int, length: int) -> bytes:
-        """Bytes from `start` on."""
         return bytes(self._range(path, start, length, None))
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
-        """Fill the buffer from `start` on."""
         return len(self._range(path, start, len(buffer), buffer))
 
-    def view(self, path: str) -> memoryview | None:
-        """None: a remote file needs a copy."""
-        return None
-
     def size(self, path: str) -> int | None:
-        """The length of the file."""
-
         def ask() -> int | None:
             with self._exchange("HEAD", path, "reading") as answer:
                 if answer.status == 404:
@@ -97,9 +87,6 @@ class HttpFiles:
     def write(self, path: str, parts: Sequence[Buffer]) -> None:
         """Upload a file whole; the server renames it into place when it has all of it."""
         self._put(path, parts, {})
-
-    def draft(self) -> None:
-        """None: an upload has its name from the beginning."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Upload a file unless it exists; the server decides that."""
@@ -126,8 +113,6 @@ class HttpFiles:
         return [FileEntry(each.path, each.size, each.modified + ahead) for each in found.files]
 
     def delete(self, path: str) -> None:
-        """Remove a file."""
-
         def ask() -> None:
             with self._exchange("DELETE", path, "deleting"):
                 pass

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from skyward.errors import ModelMismatchError, StoreError
+from skyward.store import values
 from skyward.store.catalog import manifest_url
-from skyward.store.format import tree
-from skyward.store.format.layout import tensor_at
-from skyward.store.format.manifest import Manifest, View
-from skyward.store.loading import Loading, matching
-from skyward.store.places.files import Files
+from skyward.store.load import Loading
+from skyward.store.manifest import Manifest, View
+from skyward.store.places import Files
 from skyward.store.progress import UNWATCHED, Progress
+from skyward.store.values import tensor_at
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +45,10 @@ def fill(
         name: value if isinstance(value, torch.Tensor) else None
         for name, value in module.state_dict().items()
     }
-    found = matching.match(state.views, present)
+    found = match(state.views, present)
     if not found.exact:
         title = f"{manifest.name!r} version {manifest.version} does not fit {type(module).__name__}"
-        differences = matching.report(found, state.views, present, title)
+        differences = report(found, state.views, present, title)
         if strict:
             raise ModelMismatchError(
                 f"{differences}\nnothing was loaded; pass strict=False to load what fits"
@@ -88,20 +89,22 @@ class _State:
     def __init__(self, files: Files, manifest: Manifest) -> None:
         self._manifest = manifest
         self._where = manifest_url(files, manifest)
-        value = tree.outline(manifest.tree, len(manifest.tensors), self._where)
+        value = values.outline(manifest.tree, len(manifest.tensors), self._where)
         if not isinstance(value, dict):
             raise self._refused(type(value).__name__)
         odd = next((name for name in value if not isinstance(name, str)), None)
         if odd is not None:
             raise self._refused(f"a dict with the key {odd!r}")
-        inner = {name: [number for _, number in tree.numbers(each)] for name, each in value.items()}
+        inner = {
+            name: [number for _, number in values.numbers(each)] for name, each in value.items()
+        }
         self.numbers = {name: numbers for name, numbers in inner.items() if numbers}
         """The numbers of each name's tensors: one, or any number for extra state."""
         self.views: dict[str, View | None] = {
-            name: manifest.tensors[each.index] if isinstance(each, tree.Number) else None
+            name: manifest.tensors[each.index] if isinstance(each, values.Number) else None
             for name, each in value.items()
         }
-        if any(self.views[name] is None and not matching.is_extra(name) for name in self.numbers):
+        if any(self.views[name] is None and not is_extra(name) for name in self.numbers):
             raise self._refused(f"a dict of {', '.join(value)[:200]}")
         about = getattr(value, "_metadata", None)
         self.about: dict[str, Any] = about if isinstance(about, dict) else {}
@@ -112,7 +115,7 @@ class _State:
 
     def entries(self, names: Mapping[str, object], tensors: dict[int, torch.Tensor]) -> Any:
         """The entries with these names, for `load_state_dict`; `tensors` has their tensors."""
-        value = tree.decode(self._manifest.tree, tensors.get, self._where)
+        value = values.decode(self._manifest.tree, tensors.get, self._where)
         part = OrderedDict((name, value[name]) for name in names)
         part._metadata = self.about  # type: ignore[attr-defined]
         return part
@@ -337,3 +340,120 @@ def _storage(tensor: torch.Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors, and some subclasses
         return None
+
+
+# What fits, and every difference.
+
+_DIFFERENCES = 20
+_NO_TENSOR = "a value that is no tensor"
+
+Stored = View | None
+"""A name's tensor in the store; None for a value that is no tensor."""
+Present: TypeAlias = "torch.Tensor | None"
+"""A name's tensor in the model; None for a value that is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Names by how they match; those in `fits` can be loaded, those in `recast` are among them."""
+
+    fits: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    reshaped: tuple[str, ...]
+    recast: tuple[str, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether every name is on both sides, with the same shape and dtype."""
+        return not (self.missing or self.unexpected or self.reshaped or self.recast)
+
+
+def match(stored: Mapping[str, Stored], model: Mapping[str, Present]) -> Match:
+    """Compare the names, and the shapes and dtypes of tensors."""
+    both = [name for name in model if name in stored]
+    reshaped = [name for name in both if not _same_shape(name, stored[name], model[name])]
+    unfit = set(reshaped)
+    fits = [name for name in both if name not in unfit]
+    return Match(
+        fits=tuple(fits),
+        missing=tuple(name for name in model if name not in stored),
+        unexpected=tuple(name for name in stored if name not in model),
+        reshaped=tuple(reshaped),
+        recast=tuple(name for name in fits if _recast(stored[name], model[name])),
+    )
+
+
+def _same_shape(name: str, stored: Stored, model: Present) -> bool:
+    if is_extra(name):  # the module decides what extra state it accepts
+        return True
+    if stored is None or model is None:
+        return stored is None and model is None
+    return stored.shape == list(model.shape)
+
+
+def _recast(stored: Stored, model: Present) -> bool:
+    return stored is not None and model is not None and stored.dtype != _dtype(model)
+
+
+def is_extra(name: str) -> bool:
+    """Whether a name is that of a module's `get_extra_state`."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def report(
+    found: Match, stored: Mapping[str, Stored], model: Mapping[str, Present], title: str
+) -> str:
+    """Every difference; a name without a partner is listed with the nearest name."""
+
+    def in_model(name: str) -> str:
+        tensor = model[name]
+        return _NO_TENSOR if tensor is None else f"{list(tensor.shape)} {_dtype(tensor)}"
+
+    def in_store(name: str) -> str:
+        view = stored[name]
+        return _NO_TENSOR if view is None else f"{view.shape} {view.dtype}"
+
+    def nearest(name: str, others: Sequence[str]) -> str:
+        close = difflib.get_close_matches(name, others[:2000], n=1)
+        return f"; nearest: {close[0]}" if close else ""
+
+    sections: list[tuple[str, tuple[str, ...], Callable[[str], str]]] = [
+        (
+            "missing from the store",
+            found.missing,
+            lambda name: in_model(name) + nearest(name, found.unexpected or list(stored)),
+        ),
+        (
+            "unexpected, not in the model",
+            found.unexpected,
+            lambda name: in_store(name) + nearest(name, found.missing or list(model)),
+        ),
+        (
+            "of another shape",
+            found.reshaped,
+            lambda name: f"stored {in_store(name)}, model {in_model(name)}",
+        ),
+        (
+            "of another dtype",
+            found.recast,
+            lambda name: f"stored {_last(in_store(name))}, model {_last(in_model(name))}",
+        ),
+    ]
+    counts = ", ".join(f"{len(names)} {what}" for what, names, _ in sections if names)
+    lines = [f"{title}: {counts}"]
+    for what, names, describe in sections:
+        if names:
+            lines.append(f"  {what}:")
+            lines += [f"    {name}  {describe(name)}" for name in names[:_DIFFERENCES]]
+        if len(names) > _DIFFERENCES:
+            lines.append(f"    and {len(names) - _DIFFERENCES} more")
+    return "\n".join(lines)
+
+
+def _last(words: str) -> str:
+    return words.rpartition(" ")[2]
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

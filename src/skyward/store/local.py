@@ -5,21 +5,24 @@ from __future__ import annotations
 import builtins
 import collections
 import contextlib
+import ctypes
 import errno
+import mmap
 import os
 import stat
+import sys
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from skyward.checks import argument
 from skyward.errors import StoreError, StoreFullError
 from skyward.objects import memory
-from skyward.store.places.files import Buffer, Draft, FileEntry
-from skyward.store.places.mapping import mapped
+from skyward.store.places import Buffer, Draft, FileEntry, Files
 
 
-class LocalFiles:
+class LocalFiles(Files):
     """The files of one folder.
 
     With `durable`, a file is on the disk when `write` returns. Without it, the operating system has
@@ -35,14 +38,16 @@ class LocalFiles:
         self._root = root
         self._durable = durable
 
+    @property
+    def absent(self) -> bool:
+        return not self._root.exists()
+
     def read(self, path: str, start: int, length: int) -> bytes:
-        """Bytes from `start` on."""
         with self.reported("reading", path), self._path(path).open("rb") as file:
             file.seek(start)
             return file.read(length)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
-        """Fill the buffer from `start` on."""
         done = 0
         with self.reported("reading", path), self._path(path).open("rb", buffering=0) as file:
             file.seek(start)
@@ -56,7 +61,6 @@ class LocalFiles:
             return mapped(file.fileno())
 
     def size(self, path: str) -> int | None:
-        """The length of the file."""
         try:
             with self.reported("reading", path):
                 return self._path(path).stat().st_size
@@ -123,7 +127,6 @@ class LocalFiles:
                         found.append(FileEntry(path, about.st_size, about.st_mtime))
 
     def delete(self, path: str) -> None:
-        """Remove a file."""
         with self.reported("deleting", path):
             self._path(path).unlink(missing_ok=True)
 
@@ -223,3 +226,49 @@ class _Draft:
         with self._files.reported("writing", path):
             memory.write_all(self._descriptor, 0, memoryview(head))
             self._files.rename(self._descriptor, self._temporary, path)
+
+
+# A file as private memory, with no descriptor left open. The `mmap` of the standard library holds a
+# descriptor for as long as the memory lives (up to Python 3.12 always), and a process may have as
+# few as 1024: fewer than a model has tensors.
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class _Mapping(ctypes.Array[ctypes.c_char]):
+    """Owns the mapped memory: every view of the memory, and every slice of one, keeps it alive.
+
+    One type serves all lengths, because making a type costs more than the mapping itself; `mapped`
+    cuts the view to the file's length.
+    """
+
+    _type_ = ctypes.c_char
+    _length_ = sys.maxsize
+
+
+def mapped(descriptor: int) -> memoryview:
+    """The whole file as memory; it is unmapped when its last view is freed."""
+    size = os.fstat(descriptor).st_size
+    if size == 0:
+        return memoryview(bytearray())
+    writable = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, size, writable, mmap.MAP_PRIVATE, descriptor, 0)
+    if address is None or address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = _Mapping.from_address(address)
+    # Not at the interpreter's exit: threads and destructors may still read the memory, and the
+    # kernel unmaps it when the process ends.
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    return memoryview(memory).cast("B")[:size]

@@ -1,1 +1,0 @@
-"""The contents of a store's files: manifests, trees, and objects with tensors."""

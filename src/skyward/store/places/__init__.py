@@ -1,1 +1,0 @@
-"""Where the files of a store are: a folder, a model server, or a filesystem of fsspec."""

@@ -1,1 +1,0 @@
-"""The model server, `sky models serve`: a store's folder over HTTP."""
