@@ -20,6 +20,7 @@ from skyward.state.link import LocalLink
 from skyward.state.locks import _release
 from skyward.state.owned import KINDS
 from skyward.state.owner import FULL, Asked, Owner, Session, Waiter
+from skyward.wire.asking import next_part
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Question
 from skyward.worker.services.state import StateServer
@@ -205,7 +206,8 @@ def connect() -> Iterator[Callable[..., StateConnection]]:
     server, connections, threads = StateServer(), [], []
 
     def serve(channel: Channel) -> None:
-        server.serve(channel)
+        question, _ = next_part(channel)
+        server.serve(channel, **question.arguments)
         channel.close()
 
     def made(who: str, beside: socket.socket | None = None, **more: Any) -> StateConnection:
@@ -222,6 +224,7 @@ def connect() -> Iterator[Callable[..., StateConnection]]:
         connection.close()
     for thread in threads:
         thread.join()
+    server.close()
 
 
 def acquisition(lease: float = 10.0, **more: Any) -> StateOperation:

@@ -13,8 +13,7 @@ from skyward.files.items import FileItem, Listing, decode, encode
 from skyward.files.scanning import holds
 from skyward.files.tree import Tree, blocked
 from skyward.wire import messages
-from skyward.wire.asking import ServiceConnection
-from skyward.wire.channel import Channel
+from skyward.wire.asking import ServiceConnection, whole_of
 from skyward.wire.frames import Frame
 from skyward.wire.messages import Question, Reply
 
@@ -45,15 +44,6 @@ class Synced:
         return Synced(
             self.files + other.files, self.removed + other.removed, self.bytes + other.bytes
         )
-
-
-def received(channel: Channel, frame: Frame) -> bytearray:
-    """The whole body of a frame."""
-    if frame.body is not None:
-        return frame.body
-    body = bytearray(frame.body_length)
-    channel.read_body(frame, [memoryview(body)])
-    return body
 
 
 def pieces(
@@ -142,6 +132,7 @@ def bring(
     channel = connection.channel
     # The node says what it was sent, since that may have been another client's doing.
     before = {item.name: item for item in _listed(connection, "sent", root)}
+    connection.next_reply()
     there = _listed(connection, "read", root)
     changed: list[int] = []
     left: list[str] = []
@@ -167,7 +158,7 @@ def bring(
         more = True
         while more:
             frame, reply = _next(connection)
-            body = memoryview(received(channel, frame))
+            body = memoryview(whole_of(channel, frame))
             at = 0
             for number, length, last in reply.value or ():
                 tree.add(number_of[number], body[at : at + length], last)
@@ -203,7 +194,7 @@ def _why_not(target: Path, item: FileItem, known: Sequence[FileItem]) -> str:
 def _listed(connection: ServiceConnection, what: str, root: str) -> list[FileItem]:
     connection.channel.send(Question(what, {"root": root}))
     frame, _ = _next(connection)
-    return decode(received(connection.channel, frame))
+    return decode(whole_of(connection.channel, frame))
 
 
 def _next(connection: ServiceConnection) -> tuple[Frame, Reply]:

@@ -167,11 +167,9 @@ class Deliveries:
             raise PoolError(f"{folder.source}: node {node}: {problem}") from problem
 
     def _tell_node(self, node: int, what: str, volume: Volume, told: Callable[[str], None]) -> int:
-        arguments = {
-            "source": volume.source,
-            "target": volume.target,
-            "read_only": volume.read_only,
-        }
+        arguments: dict[str, object] = {"target": volume.target}
+        if what == "mount":
+            arguments |= {"source": volume.source, "read_only": volume.read_only}
         try:
             with self._open(node, "files") as connection:
                 connection.channel.send(Question(what, arguments))

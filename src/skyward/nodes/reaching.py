@@ -282,9 +282,8 @@ def lock(
         calls = () if force else head.ask("who")["calls"]
     except PoolError as problem:
         head.close()
-        said = str(problem).removeprefix("PoolError: ")
         raise PoolError(
-            f"{name}: {said}; have them leave it, or pass --force (in Python, force=True)"
+            f"{name}: {problem}; have them leave it, or pass --force (in Python, force=True)"
         ) from None
     except BaseException:
         with contextlib.suppress(OSError):

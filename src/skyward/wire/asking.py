@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyward.closing import Closing
@@ -49,26 +48,21 @@ class ServiceConnection(Closing):
         reply = messages.decode_as(Reply, frame.kind, frame.meta)
         if reply.problem:
             raise PoolError(reply.problem)
-        return reply, _body(frame)
+        return reply, part_of(frame)
 
     def close(self) -> None:
         """End the connection."""
         self.channel.close()
 
 
-def next_question(channel: Channel) -> Question:
-    """Wait for the next question; the answering end of a connection calls this."""
-    frame = channel.receive()
-    return messages.decode_as(Question, frame.kind, frame.meta)
-
-
 def next_part(channel: Channel) -> tuple[Question, bytearray]:
     """Wait for the next question or the next part of one, with its body."""
     frame = channel.receive()
-    return messages.decode_as(Question, frame.kind, frame.meta), _body(frame)
+    return messages.decode_as(Question, frame.kind, frame.meta), part_of(frame)
 
 
-def _body(frame: Frame) -> bytearray:
+def part_of(frame: Frame) -> bytearray:
+    """The body of a frame whose sender sends bytes in parts."""
     if frame.body is None:
         raise ProtocolError(
             f"a service was sent {frame.body_length} bytes at once; bytes come in parts of at most "
@@ -77,16 +71,10 @@ def _body(frame: Frame) -> bytearray:
     return frame.body
 
 
-def answer(channel: Channel, answers: Mapping[str, Callable[[dict[str, Any]], Any]]) -> None:
-    """Answer questions, each with the function of its name, until the other end leaves."""
-    while True:
-        request = next_question(channel)
-        found = answers.get(request.what)
-        if found is None:
-            channel.send(Reply(problem=f"this service does not answer {request.what!r}"))
-            continue
-        try:
-            reply = Reply(found(request.arguments))
-        except Exception as problem:
-            reply = Reply(problem=f"{type(problem).__name__}: {problem}")
-        channel.send(reply)
+def whole_of(channel: Channel, frame: Frame) -> bytearray:
+    """The body of a frame, however long it is."""
+    if frame.body is not None:
+        return frame.body
+    body = bytearray(frame.body_length)
+    channel.read_body(frame, [memoryview(body)])
+    return body

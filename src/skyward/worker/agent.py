@@ -87,7 +87,6 @@ class Agent:
                 config,
                 self._tenants,
                 self._jobs,
-                self._starts.put,
                 PoolLease(),
                 self._values,
                 self._calls,

@@ -1,56 +1,70 @@
 """Services: what a node's agent does besides its tasks, on connections of their own.
 
-A service is a module of this folder with a function `serve`, which answers on one channel until the
-other end leaves. The agent imports the module when somebody asks for the service. If the module has
-a function `end`, the agent calls it before it ends itself.
+A service is a line of the table `SERVICES`, and functions that `answers` enters there: one for each
+question, with the question's arguments as its own. One loop serves every connection: it checks the
+arguments, calls the function, and sends what that returns, or why it failed. What services keep
+between two connections is on the `ServedNode`.
+
+The functions of small services are here; the agent imports the modules of the others when somebody
+asks for them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import importlib
+import inspect
+import os
+import select
+import socket
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+import time
+import typing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
-from skyward.errors import ProtocolError
-from skyward.wire.asking import next_question
-from skyward.wire.channel import Channel
+import msgspec
+
+from skyward.closing import Closing
+from skyward.errors import PoolError, ProtocolError, SkywardError
+from skyward.wire import messages
+from skyward.wire.asking import next_part, part_of, whole_of
+from skyward.wire.channel import Bytes, Channel
 from skyward.wire.identity import PEER
-from skyward.wire.messages import Reply
+from skyward.wire.messages import Question, Reply, Size
+from skyward.worker.changes import ChangeListener
 from skyward.worker.config import AgentConfig
 from skyward.worker.kept_calls import KeptCalls
 from skyward.worker.kept_jobs import KeptJobs
 from skyward.worker.lease import PoolLease
+from skyward.worker.process import ChildProcess
 from skyward.worker.residents import DeviceChild
+from skyward.worker.stacks import StackSource, described
 from skyward.worker.supervision import ExecutorProcess
+from skyward.worker.task_output import FOLDER, TaskOutputReader
 from skyward.worker.tenants import Tenants
 from skyward.worker.values import NamedValues
 
 SERVICE = "service-"
-FOR_CLIENTS = frozenset(
-    {
-        "about",
-        "activity",
-        "calls",
-        "clients",
-        "copying",
-        "exec",
-        "files",
-        "forward",
-        "jobs",
-        "output",
-        "page",
-        "stacks",
-        "usage",
-        "values",
-    }
-)
-"""The services for the pool's clients alone."""
-USES = frozenset({"copying", "exec", "files", "jobs", "output", "use"})
-"""The services whose open connections count as use of the node."""
-FOR_NODES = frozenset({"idle", "state", "use"})
-"""The services that processes of the pool's nodes may ask, too."""
+LOOK_SECONDS = 0.1
+"""How often a service that follows something looks at it."""
+STACKS_AT_ONCE = 32
+"""How many processes are asked for their stacks at the same time: each may take two seconds."""
+LINES_AT_ONCE = 200
+"""How many lines of tasks one reply has, at most."""
+CONNECT_SECONDS = 5.0
+"""How long a port of the loopback has to answer."""
+_PIECE = 64 << 10
+
+Own = TypeVar("Own", bound=Closing)
+Function = TypeVar("Function", bound=Callable[..., Any])
+Parts = Generator[tuple[Any, Sequence[Bytes]], None, Any]
+"""An answer in parts, each a value and bytes; what the generator returns is the last reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +75,6 @@ class ServedNode:
     tenants: Tenants
     """What the agent has for each of its clients."""
     jobs: KeptJobs
-    on_main_thread: Callable[[Callable[[], None]], None]
-    """Has the agent's main thread call a function: only that thread may start processes."""
     lease: PoolLease
     """Who may change the pool; of the head's agent."""
     values: NamedValues
@@ -71,6 +83,8 @@ class ServedNode:
     """The calls by name; of the head's agent."""
     runners: KeptJobs
     """The processes that run these calls."""
+    _own: dict[type[Closing], Closing] = field(init=False, default_factory=dict)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     @property
     def executors(self) -> list[ExecutorProcess]:
@@ -82,12 +96,150 @@ class ServedNode:
         """The device processes, as they are now, also those without a client."""
         return self.tenants.residents.all()
 
+    def own(self, kind: type[Own]) -> Own:
+        """What a service keeps on this node: made when it is first needed, closed with the node."""
+        with self._lock:
+            found = self._own.get(kind)
+            if found is None:
+                found = self._own[kind] = kind()
+            return typing.cast(Own, found)
 
-class ServiceModule(Protocol):
-    """A module with a service."""
+    def close(self) -> None:
+        """Close what services keep here."""
+        with self._lock:
+            own = list(self._own.values())
+            self._own.clear()
+        for each in own:
+            each.close()
 
-    def serve(self, node: ServedNode, channel: Channel) -> None:
-        """Answer until the other end leaves."""
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """One who is connected to a service."""
+
+    node: ServedNode
+    channel: Channel
+    leaving: contextlib.ExitStack
+    """What is done when the caller leaves."""
+
+    def next_part(self) -> tuple[Question, bytearray]:
+        """Wait for the next part of a question, with its body."""
+        return next_part(self.channel)
+
+    def parts(self) -> Iterator[bytearray]:
+        """The bytes that follow a question, up to a part without bytes."""
+        while True:
+            part, body = self.next_part()
+            if part.what != "part":
+                raise ProtocolError(f"a caller does not send {part.what!r} within a question")
+            if not body:
+                return
+            yield body
+
+    def reply(self, value: Any = None, *body: Bytes) -> None:
+        """Send a part of the answer: more follows."""
+        self.channel.send(Reply(value, more=True), body)
+
+    def wait(self, seconds: float = LOOK_SECONDS, listener: ChangeListener | None = None) -> bool:
+        """Wait for a moment, or for a change, and return whether there was one.
+
+        `EOFError` if the caller has left, or says anything.
+        """
+        poll = select.poll()
+        poll.register(self.channel.fileno(), select.POLLIN)
+        if listener is not None:
+            poll.register(listener.fileno(), select.POLLIN)
+        found = poll.poll(seconds * 1000)
+        if any(descriptor == self.channel.fileno() for descriptor, _ in found):
+            self.channel.receive()
+            raise ProtocolError("one who follows says nothing")
+        return bool(found)
+
+
+class ServiceFunction:
+    """A function of a service, and what it takes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._parameters = list(inspect.signature(function).parameters.values())[1:]
+        self.takes_body = any(each.name == "body" for each in self._parameters)
+        """Whether the question brings bytes, however many."""
+
+    @functools.cached_property
+    def _arguments(self) -> type[msgspec.Struct]:
+        hints = typing.get_type_hints(self._function, include_extras=True)
+        fields: list[Any] = [
+            (each.name, hints[each.name])
+            if each.default is each.empty
+            else (each.name, hints[each.name], each.default)
+            for each in self._parameters
+            if each.name != "body"
+        ]
+        return msgspec.defstruct("Arguments", fields, forbid_unknown_fields=True)
+
+    def __call__(self, caller: Caller, question: Question, body: bytearray) -> Any:
+        """Answer a question; what it sends before the last reply is sent here."""
+        told = msgspec.convert(question.arguments, self._arguments)
+        arguments = {each: getattr(told, each) for each in told.__struct_fields__}
+        if self.takes_body:
+            arguments["body"] = body
+        answer = self._function(caller, **arguments)
+        if not isinstance(answer, Generator):
+            return answer
+        with contextlib.closing(answer):
+            while True:
+                try:
+                    value, data = next(answer)
+                except StopIteration as over:
+                    return over.value
+                caller.reply(value, *data)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A line of the table: who may ask, and what."""
+
+    module: str = ""
+    """The module of this folder that has the functions; empty if that is this one."""
+    for_nodes: bool = False
+    """Whether processes of the pool's nodes may ask, and not its clients alone."""
+    is_use: bool = False
+    """Whether an open connection counts as use of the node."""
+    functions: dict[str, ServiceFunction] = field(default_factory=dict)
+
+
+SERVICES = {
+    "about": Service(),
+    "activity": Service("activity"),
+    "calls": Service("calls"),
+    "clients": Service("clients"),
+    "copying": Service("copying", is_use=True),
+    "exec": Service("exec", is_use=True),
+    "files": Service("files", is_use=True),
+    "forward": Service(),
+    "idle": Service(for_nodes=True),
+    "jobs": Service("jobs", is_use=True),
+    "output": Service(is_use=True),
+    "page": Service("page"),
+    "stacks": Service(),
+    "state": Service("state", for_nodes=True),
+    "use": Service(for_nodes=True, is_use=True),
+    "values": Service(),
+}
+
+
+def answers(service: str, what: str = "") -> Callable[[Function], Function]:
+    """Enter a function in the table, for the question of its own name or another one.
+
+    Its first parameter is the `Caller`, and the others are the question's arguments; one named
+    `body` is the bytes that come with it. A generator answers in `Parts`.
+    """
+
+    def enter(function: Function) -> Function:
+        SERVICES[service].functions[what or function.__name__] = ServiceFunction(function)
+        return function
+
+    return enter
 
 
 class Services:
@@ -95,9 +247,8 @@ class Services:
 
     def __init__(self, node: ServedNode) -> None:
         self._node = node
-        self._channels: dict[Channel, str] = {}
+        self._channels: dict[Channel, Service] = {}
         """The open connections, and the services that they are for."""
-        self._asked: dict[str, ServiceModule] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -106,21 +257,23 @@ class Services:
         if SERVICE not in role:
             # Nothing that an agent knows: the connection ends.
             return
-        asked_by_node = role.startswith(f"{PEER}-")
         name = role.removeprefix(f"{PEER}-").removeprefix(SERVICE)
-        allowed = FOR_NODES if asked_by_node else FOR_CLIENTS | FOR_NODES
+        service = SERVICES.get(name)
+        if service is not None and role.startswith(PEER) and not service.for_nodes:
+            service = None
         try:
-            if name not in allowed:
-                next_question(channel)
+            if service is None:
+                next_part(channel)
                 channel.send(Reply(problem=f"the agent has no service {name!r}"))
                 return
             with self._lock:
                 if self._closed:
                     return
-                self._channels[channel] = name
-            module: ServiceModule = importlib.import_module(f"{__name__}.{name}")
-            self._asked[name] = module
-            module.serve(self._node, channel)
+                self._channels[channel] = service
+            if service.module:
+                importlib.import_module(f"{__name__}.{service.module}")
+            with contextlib.ExitStack() as leaving:
+                self._answer(service, Caller(self._node, channel, leaving))
         except (EOFError, OSError, ProtocolError):
             # The other end has left, or does not speak as a client does.
             pass
@@ -128,11 +281,30 @@ class Services:
             with self._lock:
                 self._channels.pop(channel, None)
 
+    def _answer(self, service: Service, caller: Caller) -> None:
+        channel = caller.channel
+        while True:
+            frame = channel.receive()
+            question = messages.decode_as(Question, frame.kind, frame.meta)
+            function = service.functions.get(question.what)
+            takes_any = function is not None and function.takes_body
+            body = whole_of(channel, frame) if takes_any else part_of(frame)
+            try:
+                if function is None:
+                    known = ", ".join(map(repr, sorted(service.functions)))
+                    raise PoolError(f"this service does not answer {question.what!r}; ask {known}")
+                reply = Reply(function(caller, question, body))
+            except (ConnectionError, EOFError, ProtocolError):
+                raise
+            except Exception as problem:
+                reply = Reply(problem=why(problem))
+            channel.send(reply)
+
     @property
     def used(self) -> bool:
         """Whether somebody runs a command, copies files or follows output."""
         with self._lock:
-            return not USES.isdisjoint(self._channels.values())
+            return any(service.is_use for service in self._channels.values())
 
     def close(self) -> None:
         """End all connections and jobs."""
@@ -146,6 +318,187 @@ class Services:
 
     def end(self) -> None:
         """End what services have on this node, after its processes."""
-        for module in list(self._asked.values()):
-            if (end := getattr(module, "end", None)) is not None:
-                end()
+        self._node.close()
+
+
+def why(problem: Exception) -> str:
+    """Why a service refuses or fails; of a file, with its path."""
+    if isinstance(problem, OSError):
+        where = problem.filename or ""
+        told = {
+            errno.ELOOP: "its links lead in a circle",
+            errno.ENOSPC: f"no room on the disk: {problem.strerror}",
+            errno.ENOENT: "there is no such file or folder",
+        }.get(problem.errno or 0, problem.strerror or str(problem))
+        return f"{where}: {told}" if where else told
+    if isinstance(problem, SkywardError | ValueError):
+        return str(problem)
+    return f"{type(problem).__name__}: {problem}"
+
+
+# The node itself.
+
+
+@answers("about")
+def facts(caller: Caller) -> dict[str, object]:
+    """The facts of a node: its agent, its executors, its folder."""
+    config = caller.node.config
+    return {
+        "pool": config.pool,
+        "node": config.node,
+        "pid": os.getpid(),
+        "folder": config.folder,
+        "time": time.time(),
+        "executors": [
+            {"worker": each.worker, "slot": each.slot, "pid": each.process.pid}
+            for each in caller.node.executors
+        ],
+    }
+
+
+@answers("use")
+def stay(caller: Caller) -> None:
+    """A node of the pool that is in use stays connected, so that node 0 does not end."""
+
+
+@answers("idle")
+def idle(caller: Caller) -> float:
+    """For how many seconds nobody has used this node."""
+    return caller.node.tenants.idle_seconds
+
+
+@answers("stacks")
+def stacks(caller: Caller) -> list[dict[str, object]]:
+    """Where every thread of the node's executors and device processes is."""
+    node = caller.node
+    asked = [
+        functools.partial(_look, "executor", each.worker, each.slot, each.process, each.stacks)
+        for each in node.executors
+        if each.announced and not each.process.ended
+    ]
+    asked += [
+        functools.partial(_look, each.kind, -1, 0, each.process, each.stacks)
+        for each in node.devices
+        if each.announced
+    ]
+    if not asked:
+        return []
+    with ThreadPoolExecutor(min(STACKS_AT_ONCE, len(asked)), "skyward-stacks") as threads:
+        return list(threads.map(lambda look: look(), asked))
+
+
+def _look(
+    kind: str, worker: int, slot: int, process: ChildProcess, source: StackSource
+) -> dict[str, object]:
+    place = {"kind": kind, "worker": worker, "slot": slot, "pid": process.pid}
+    return place | described(source.look(process))
+
+
+@answers("output")
+def show(caller: Caller, tail: Size | None = None, follow: bool = False) -> Parts:
+    """What tasks have written, oldest first: the last lines, or all; with `follow` what comes."""
+    reader = TaskOutputReader(Path(caller.node.config.folder, FOLDER), tail)
+    while True:
+        lines = reader.next_lines()
+        for start in range(0, len(lines), LINES_AT_ONCE):
+            batch = lines[start : start + LINES_AT_ONCE]
+            yield [msgspec.to_builtins(each) for each in batch], ()
+        if not follow:
+            return []
+        caller.wait()
+
+
+# Values: objects that clients keep on a node by name, to find them again after attaching.
+
+
+@answers("values")
+def begin(caller: Caller) -> tuple[int, str]:
+    """A number and a path for a value; discarded when the caller leaves, unless it has a name."""
+    number, path = caller.node.values.begin()
+    caller.leaving.callback(caller.node.values.give_up, number)
+    return number, path
+
+
+@answers("values")
+def finish(
+    caller: Caller, number: int, name: str, kind: str, pid: int, numbers: list[int], bytes: int
+) -> int:
+    """Give a value its name; returns its size."""
+    return caller.node.values.finish(number, name, kind, pid, numbers, bytes)
+
+
+@answers("values")
+def find(caller: Caller, name: str) -> dict[str, Any] | None:
+    """Where the value of a name is; it stays as it is until the caller leaves."""
+    values = caller.node.values
+    value = values.hold(name)
+    if value is None:
+        return None
+    caller.leaving.callback(values.release, value)
+    values.want(value)
+    pid = value.tensors.process.process.pid if value.tensors is not None else 0
+    return value.described(name) | {"path": value.path, "size": value.size, "pid": pid}
+
+
+@answers("values", "list")
+def list_values(caller: Caller) -> list[dict[str, Any]]:
+    """All values."""
+    return [each.described(name) for name, each in caller.node.values.all().items()]
+
+
+@answers("values")
+def forget(caller: Caller, name: str) -> bool:
+    """Discard the value of a name; whether there was one."""
+    return caller.node.values.forget(name)
+
+
+# Forward: bytes between a client and a port of this node's loopback.
+
+
+@answers("forward")
+def connect(caller: Caller, port: Annotated[int, msgspec.Meta(ge=1, le=65535)]) -> None:
+    """Carry the bytes of one connection until the client leaves.
+
+    Then "bytes" come from the client, and replies with bytes go back; one without bytes is the end
+    of its direction.
+    """
+    try:
+        end = socket.create_connection(("127.0.0.1", port), CONNECT_SECONDS)
+    except OSError as problem:
+        raise PoolError(f"nothing answers at port {port} of the node: {problem}") from None
+    end.settimeout(None)
+    caller.reply()
+    back = threading.Thread(
+        target=_carry_back, args=(end, caller), name="skyward-forward", daemon=True
+    )
+    back.start()
+    try:
+        _carry_there(caller, end)
+    finally:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        back.join()
+        end.close()
+
+
+def _carry_there(caller: Caller, end: socket.socket) -> None:
+    while True:
+        part, body = caller.next_part()
+        if part.what != "bytes":
+            raise ProtocolError(f"a client does not send {part.what!r} to a forwarded port")
+        # The server may read no more; its answer still goes back.
+        with contextlib.suppress(OSError):
+            if body:
+                end.sendall(body)
+            else:
+                end.shutdown(socket.SHUT_WR)
+
+
+def _carry_back(end: socket.socket, caller: Caller) -> None:
+    # The client has left, or the server: the other thread notices the first, too.
+    with contextlib.suppress(OSError):
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            while data := end.recv(_PIECE):
+                caller.reply(None, data)
+        caller.channel.send(Reply())

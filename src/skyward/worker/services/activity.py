@@ -1,6 +1,6 @@
 """Activity: what a node does, for those who look at a pool: tasks, output, jobs and clients.
 
-The first question is "watch". The first reply has what is known, and each further one what is new;
+The first reply has what is known, and each further one what is new;
 whoever does not ask costs the node nothing. While nothing happens, the node is only measured.
 """
 
@@ -14,15 +14,10 @@ from typing import Any
 
 import msgspec
 
-from skyward.wire.asking import next_part
-from skyward.wire.channel import Channel
-from skyward.wire.messages import Reply
 from skyward.worker import output_log
 from skyward.worker.changes import Changes
 from skyward.worker.kept_jobs import LIVE, JobView
-from skyward.worker.services import ServedNode
-from skyward.worker.services.jobs import wait_or_leave
-from skyward.worker.services.usage import measured
+from skyward.worker.services import Caller, Parts, ServedNode, answers
 from skyward.worker.supervision import ExecutorProcess
 from skyward.worker.task_history import HistoricTask, TaskWatch, Visits
 from skyward.worker.task_output import FOLDER, TaskLine, TaskOutputReader
@@ -50,12 +45,10 @@ LINE_MOST = 2000
 _PIECE = 64 << 10
 
 
-def serve(node: ServedNode, channel: Channel) -> None:
+@answers("activity")
+def watch(caller: Caller) -> Parts:
     """Tell what is new until the other end leaves."""
-    question, _ = next_part(channel)
-    if question.what != "watch":
-        channel.send(Reply(problem=f"this service does not answer {question.what!r}; ask 'watch'"))
-        return
+    node = caller.node
     look, usage = _Look(node), _Usage(node.tenants.changes)
     with contextlib.ExitStack() as held:
         listener = node.tenants.changes.listen()
@@ -67,14 +60,14 @@ def serve(node: ServedNode, channel: Channel) -> None:
             looked, news = time.monotonic(), look.news()
             told = news | usage.news()
             if told:
-                channel.send(Reply({"time": time.time()} | told, more=True))
+                yield {"time": time.time()} | told, ()
             if listener is None:
-                wait_or_leave(channel, LOOK_SECONDS if news else UNTOLD_LOOK_SECONDS)
+                caller.wait(LOOK_SECONDS if news else UNTOLD_LOOK_SECONDS)
                 continue
             seconds = min(usage.due, look.due) - time.monotonic()
-            if wait_or_leave(channel, max(0.0, seconds), listener):
+            if caller.wait(max(0.0, seconds), listener):
                 left = looked + LOOK_SECONDS - time.monotonic()
-                wait_or_leave(channel, max(SETTLE_SECONDS, left))
+                caller.wait(max(SETTLE_SECONDS, left))
 
 
 class _Look:
@@ -276,6 +269,19 @@ class _Usage:
                 self._measuring.start()
         latest, self._latest = self._latest, {}
         return {"usage": latest} if latest else {}
+
+
+def measured(gauge: Gauge) -> dict[str, object]:
+    """A measurement, for a reply."""
+    usage = gauge.read(0)
+    return {
+        "cpu_percent": usage.cpu_percent,
+        "memory_used": usage.memory_used,
+        "memory_total": usage.memory_total,
+        "gpus": [list(gpu) for gpu in usage.gpus],
+        "network_received": usage.network_received,
+        "network_sent": usage.network_sent,
+    }
 
 
 def _await_change(executor: ExecutorProcess) -> None:

@@ -6,40 +6,26 @@ import time
 from typing import Any
 
 from skyward.errors import PoolError
-from skyward.wire.asking import answer
-from skyward.wire.channel import Channel
 from skyward.wire.messages import NodeEnded
-from skyward.worker.services import ServedNode
+from skyward.worker.services import Caller, ServedNode, answers
 from skyward.worker.services.calls import RUNNER
 
 
-def serve(node: ServedNode, channel: Channel) -> None:
-    """Answer until the client leaves; then it no longer has the lease."""
-    try:
-        answer(
-            channel,
-            {
-                "choose": lambda asked: node.tenants.choose(asked["identity"]),
-                "who": lambda _: _who(node),
-                "ending": lambda asked: _ending(node, asked["identity"]),
-                "lock": lambda asked: _lock(node, channel, asked),
-                "start": lambda asked: _start(node, channel, int(asked["node"])),
-                "started": lambda asked: node.lease.end_start(
-                    channel, int(asked["node"]), asked["facts"]
-                ),
-            },
-        )
-    finally:
-        node.lease.give_back(channel)
+@answers("clients")
+def choose(caller: Caller, identity: dict[str, str]) -> str:
+    """A name for a new client."""
+    return caller.node.tenants.choose(identity)
 
 
-def _who(node: ServedNode) -> dict[str, Any]:
-    tenants = node.tenants
+@answers("clients")
+def who(caller: Caller) -> dict[str, Any]:
+    """Who uses the pool, and for how long nobody has."""
+    node = caller.node
     return {
         "clients": _clients(node),
         "calls": [{"name": call.id, "by": call.by} for call in node.calls.live],
-        "idle": tenants.idle_seconds,
-        "kept": tenants.keeps,
+        "idle": node.tenants.idle_seconds,
+        "kept": node.tenants.keeps,
     }
 
 
@@ -51,27 +37,42 @@ def _clients(node: ServedNode) -> list[dict[str, Any]]:
     ]
 
 
-def _ending(node: ServedNode, identity: dict[str, Any]) -> None:
+@answers("clients")
+def ending(caller: Caller, identity: dict[str, Any]) -> None:
     """Tell the clients that the node will be ended, and by whom: they shall not start it again."""
-    node.tenants.tell(NodeEnded(shown({**identity, "since": time.time()})))
+    caller.node.tenants.tell(NodeEnded(shown({**identity, "since": time.time()})))
 
 
-def _lock(node: ServedNode, channel: Channel, asked: dict[str, Any]) -> None:
-    """Take the lease; without `force`, only if nobody but the asking client is attached."""
-    identity = {**asked["identity"], "since": time.time()}
-    holder = node.lease.take(channel, identity, force=bool(asked["force"]))
+@answers("clients")
+def lock(caller: Caller, identity: dict[str, Any], client: str, force: bool) -> None:
+    """Take the lease until the caller leaves.
+
+    Without `force`, only if nobody but the asking client is attached.
+    """
+    node, channel = caller.node, caller.channel
+    holder = node.lease.take(channel, {**identity, "since": time.time()}, force=force)
     if holder is not None:
         raise PoolError(f"{shown(holder)} is changing it")
-    others = [each for each in _clients(node) if each["client"] != asked["client"]]
-    if others and not asked["force"]:
+    caller.leaving.callback(node.lease.give_back, channel)
+    others = [each for each in _clients(node) if each["client"] != client]
+    if others and not force:
         node.lease.give_back(channel)
         raise PoolError(f"in use by {', '.join(shown(each) for each in others)}")
 
 
-def _start(node: ServedNode, channel: Channel, index: int) -> dict[str, Any]:
+@answers("clients")
+def start(caller: Caller, node: int) -> dict[str, Any]:
     """Let one client at a time start a node that several have lost."""
-    granted, facts = node.lease.begin_start(channel, index)
+    lease = caller.node.lease
+    caller.leaving.callback(lease.give_back, caller.channel)
+    granted, facts = lease.begin_start(caller.channel, node)
     return {"granted": granted, "facts": facts}
+
+
+@answers("clients")
+def started(caller: Caller, node: int, facts: Any) -> None:
+    """Note the facts of a node that the caller has started."""
+    caller.node.lease.end_start(caller.channel, node, facts)
 
 
 def shown(identity: dict[str, Any]) -> str:

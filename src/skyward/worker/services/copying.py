@@ -14,16 +14,14 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
 
-from skyward.errors import ProtocolError
-from skyward.wire.asking import PART, next_part
-from skyward.wire.channel import Channel
-from skyward.wire.messages import Reply, Size
-from skyward.worker.services import ServedNode
+from skyward.wire.asking import PART
+from skyward.wire.messages import Size
+from skyward.worker.services import Caller, Parts, answers
 
 BATCH = 500
 """How many entries of a folder one reply lists."""
@@ -33,113 +31,66 @@ FILE, FOLDER, LINK, OTHER = "file", "folder", "link", "other"
 Mode = Annotated[int, msgspec.Meta(ge=0, le=PERMISSIONS)]
 
 
-class PathRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A question about a path."""
-
-    path: str
-
-
-class FolderRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Make a folder, unless it is there."""
-
-    path: str
-    mode: Mode = 0o755
-    staged: bool = False
-    """Whether the folder is removed if the client leaves before it gives it its final name."""
+def _place(caller: Caller, path: str) -> str:
+    if "\0" in path:
+        raise ValueError(f"{path!r} is no path")
+    return os.path.normpath(
+        os.path.join(caller.node.config.working_directory, os.path.expanduser(path))
+    )
 
 
-class LinkRequest(msgspec.Struct, forbid_unknown_fields=True):
+@answers("copying", "look")
+def look_at(caller: Caller, path: str) -> dict[str, Any]:
+    """What is at a path."""
+    return look(_place(caller, path))
+
+
+@answers("copying", "folder")
+def make_folder_at(caller: Caller, path: str, mode: Mode = 0o755, staged: bool = False) -> None:
+    """Make a folder, unless it is there.
+
+    With `staged`, it is removed if the client leaves before it gives it its final name.
+    """
+    path = _place(caller, path)
+    if staged:
+        check_unfinished(path)
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        caller.leaving.callback(remove_unfinished, path)
+    make_folder(path, mode)
+
+
+@answers("copying", "link")
+def make_link_at(caller: Caller, path: str, target: str) -> None:
     """Make a symbolic link in place of what is there, unless that is a folder."""
-
-    path: str
-    target: str
+    make_link(_place(caller, path), target)
 
 
-class MoveRequest(msgspec.Struct, forbid_unknown_fields=True):
+@answers("copying")
+def move(caller: Caller, path: str, to: str) -> None:
     """Give something its final name."""
-
-    path: str
-    to: str
+    os.rename(_place(caller, path), _place(caller, to))
 
 
-class WriteRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Write a file; its bytes follow in parts, up to one without bytes."""
-
-    path: str
-    size: Size
-    mode: Mode = 0o644
-    asks_first: bool = False
-    """Whether the client waits for a first answer before it sends any bytes."""
+@answers("copying")
+def remove(caller: Caller, path: str) -> None:
+    """Remove what an incomplete copy has left."""
+    remove_unfinished(_place(caller, path))
 
 
-def serve(node: ServedNode, channel: Channel) -> None:
-    """Answer until the client leaves; what is not complete by then is removed."""
-    staged: set[str] = set()
-    try:
-        _serve(node.config.working_directory, staged, channel)
-    finally:
-        for path in staged:
-            remove_unfinished(path)
+@answers("copying", "list")
+def list_folder(caller: Caller, path: str) -> Parts:
+    """Everything below a folder."""
+    for batch in _batches(walk(_place(caller, path))):
+        yield batch, ()
+    return []
 
 
-def _serve(base: str, staged: set[str], channel: Channel) -> None:
-    def place(path: str) -> str:
-        if "\0" in path:
-            raise ValueError(f"{path!r} is no path")
-        return os.path.normpath(os.path.join(base, os.path.expanduser(path)))
-
-    def make_folder_at(asked: dict[str, Any]) -> None:
-        request = msgspec.convert(asked, FolderRequest)
-        path = place(request.path)
-        if request.staged:
-            check_unfinished(path)
-            if os.path.lexists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            staged.add(path)
-        make_folder(path, request.mode)
-
-    def make_link_at(asked: dict[str, Any]) -> None:
-        request = msgspec.convert(asked, LinkRequest)
-        make_link(place(request.path), request.target)
-
-    def move(asked: dict[str, Any]) -> None:
-        request = msgspec.convert(asked, MoveRequest)
-        os.rename(place(request.path), place(request.to))
-        staged.discard(place(request.path))
-
-    answers: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "look": lambda asked: look(place(msgspec.convert(asked, PathRequest).path)),
-        "folder": make_folder_at,
-        "link": make_link_at,
-        "move": move,
-        "remove": lambda asked: remove_unfinished(place(msgspec.convert(asked, PathRequest).path)),
-    }
-    while True:
-        question, _ = next_part(channel)
-        asked = question.arguments
-        try:
-            match question.what:
-                case "list":
-                    for batch in _batches(walk(place(msgspec.convert(asked, PathRequest).path))):
-                        channel.send(Reply(batch, more=True))
-                    reply = Reply([])
-                case "read":
-                    path = place(msgspec.convert(asked, PathRequest).path)
-                    for data in contents(path):
-                        channel.send(Reply(more=True), (data,))
-                    reply = Reply()
-                case "write":
-                    request = msgspec.convert(asked, WriteRequest)
-                    reply = _write(request, place(request.path), channel)
-                case known if known in answers:
-                    reply = Reply(answers[known](asked))
-                case unknown:
-                    reply = Reply(problem=f"this service does not answer {unknown!r}")
-        except (ConnectionError, EOFError):
-            raise
-        except (OSError, ValueError, msgspec.ValidationError) as problem:
-            reply = Reply(problem=why(problem))
-        channel.send(reply)
+@answers("copying")
+def read(caller: Caller, path: str) -> Parts:
+    """The bytes of a file."""
+    for data in contents(_place(caller, path)):
+        yield None, (data,)
 
 
 def look(path: str) -> dict[str, Any]:
@@ -251,36 +202,36 @@ class UnfinishedFile:
             self._descriptor = -1
 
 
-def _write(request: WriteRequest, path: str, channel: Channel) -> Reply:
-    """Take the parts of a file; after a failure, the parts that still come are passed over."""
+@answers("copying")
+def write(
+    caller: Caller, path: str, size: Size, mode: Mode = 0o644, asks_first: bool = False
+) -> None:
+    """Write a file; its bytes follow in parts, up to one without bytes.
+
+    After a failure, the parts that still come are passed over. With `asks_first` the client waits
+    for a first answer before it sends any bytes.
+    """
     arriving: UnfinishedFile | None = None
     problem: Exception | None = None
     try:
         try:
-            arriving = UnfinishedFile(path, request.size, request.mode)
+            arriving = UnfinishedFile(_place(caller, path), size, mode)
         except OSError as failure:
             problem = failure
-        if request.asks_first:
+        if asks_first:
             if problem is not None:
-                return Reply(problem=why(problem))
-            channel.send(Reply(more=True))
-        while True:
-            question, body = next_part(channel)
-            if question.what != "part":
-                raise ProtocolError(f"a client does not send {question.what!r} within a file")
-            if not body:
-                break
+                raise problem
+            caller.reply()
+        for body in caller.parts():
             if arriving is not None and problem is None:
                 try:
                     arriving.write(body)
                 except OSError as failure:
                     problem = failure
-        if problem is None and arriving is not None:
-            try:
-                arriving.finish()
-            except OSError as failure:
-                problem = failure
-        return Reply() if problem is None else Reply(problem=why(problem))
+        if problem is not None:
+            raise problem
+        if arriving is not None:
+            arriving.finish()
     finally:
         if arriving is not None:
             arriving.discard()
@@ -318,16 +269,3 @@ def check_unfinished(path: str) -> None:
     """Refuse a name that an incomplete copy does not have."""
     if not path.endswith(".part"):
         raise ValueError(f"{path} is not the temporary folder of a copy")
-
-
-def why(problem: Exception) -> str:
-    """Why a file could not be read or written, with its path."""
-    if not isinstance(problem, OSError):
-        return str(problem)
-    where = problem.filename or ""
-    told = {
-        errno.ELOOP: "its links lead in a circle",
-        errno.ENOSPC: f"no room on the disk: {problem.strerror}",
-        errno.ENOENT: "there is no such file or folder",
-    }.get(problem.errno or 0, problem.strerror or str(problem))
-    return f"{where}: {told}" if where else told

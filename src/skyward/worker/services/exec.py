@@ -19,33 +19,17 @@ from typing import Annotated
 
 import msgspec
 
-from skyward.errors import ProtocolError
-from skyward.wire.asking import PART, next_part
-from skyward.wire.channel import Channel
+from skyward.errors import PoolError, ProtocolError
+from skyward.wire.asking import PART
 from skyward.wire.messages import Reply
 from skyward.worker.program import ProgramConfig
 from skyward.worker.programs import RunningProgram, environment_of
-from skyward.worker.services import ServedNode
+from skyward.worker.services import Caller, answers
 
 WINDOW = 1 << 20
 """How many bytes of input a client may send before the command has taken them."""
 
 Side = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
-
-
-class ExecRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """What a client wants to run."""
-
-    command: list[str]
-    """Empty for the user's shell."""
-    environment: dict[str, str] = {}
-    working_directory: str = ""
-    """Relative to the node's working directory."""
-    like_worker: bool = False
-    """Whether the command has the environment of a worker."""
-    terminal: tuple[Side, Side] | None = None
-    """Rows and columns; None for plain pipes."""
-    takes_input: bool = False
 
 
 class TerminalSize(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,18 +45,38 @@ class SignalRequest(msgspec.Struct, forbid_unknown_fields=True):
     number: Annotated[int, msgspec.Meta(ge=1, le=31)]
 
 
-def serve(node: ServedNode, channel: Channel) -> None:
-    """Run the command of the first question until it ends or the client leaves."""
-    question, _ = next_part(channel)
-    if question.what != "run":
-        channel.send(Reply(problem=f"this service does not answer {question.what!r}; ask 'run'"))
-        return
+@answers("exec")
+def run(
+    caller: Caller,
+    command: list[str],
+    environment: dict[str, str] | None = None,
+    working_directory: str = "",
+    like_worker: bool = False,
+    terminal: tuple[Side, Side] | None = None,
+    takes_input: bool = False,
+) -> None:
+    """Run a command until it ends or the client leaves; without one, the user's shell.
+
+    The directory is relative to the node's working directory. `like_worker` gives the command the
+    environment of a worker. A terminal has rows and columns; without one there are plain pipes.
+    """
+    config = caller.node.config
+    pool = caller.node.tenants.compute_pool[0] if like_worker else ""
+    variables = environment_of(config, pool)
+    if terminal is not None and not command:
+        variables.setdefault("SHELL", _shell())
+    variables.update(environment or {})
+    program = ProgramConfig(
+        command or [variables.get("SHELL") or _shell()],
+        os.path.join(config.working_directory, os.path.expanduser(working_directory)),
+        variables,
+        status=-1,
+        terminal=terminal is not None,
+    )
     try:
-        request = msgspec.convert(question.arguments, ExecRequest)
-        execution = _Execution(node, channel, request)
-    except (msgspec.ValidationError, OSError, ValueError) as problem:
-        channel.send(Reply(problem=f"the command cannot be run: {problem}"))
-        return
+        execution = _Execution(caller, program, terminal, takes_input=takes_input)
+    except (OSError, ValueError) as problem:
+        raise PoolError(f"the command cannot be run: {problem}") from None
     with contextlib.closing(execution):
         execution.serve()
 
@@ -80,8 +84,15 @@ def serve(node: ServedNode, channel: Channel) -> None:
 class _Execution:
     """One command, and the threads that carry its input and output."""
 
-    def __init__(self, node: ServedNode, channel: Channel, request: ExecRequest) -> None:
-        self._channel = channel
+    def __init__(
+        self,
+        caller: Caller,
+        config: ProgramConfig,
+        terminal: tuple[int, int] | None,
+        *,
+        takes_input: bool,
+    ) -> None:
+        self._caller, self._channel = caller, caller.channel
         self._terminal = -1
         self._outputs: dict[int, str] = {}
         self._inputs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -89,20 +100,7 @@ class _Execution:
         self._input_end = -1
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        theirs = self._open_streams(request)
-        pool = node.tenants.compute_pool[0] if request.like_worker else ""
-        environment = environment_of(node.config, pool)
-        if request.terminal is not None and not request.command:
-            environment.setdefault("SHELL", _shell())
-        environment.update(request.environment)
-        place = os.path.expanduser(request.working_directory)
-        config = ProgramConfig(
-            request.command or [environment.get("SHELL") or _shell()],
-            os.path.join(node.config.working_directory, place),
-            environment,
-            status=-1,
-            terminal=request.terminal is not None,
-        )
+        theirs = self._open_streams(terminal, takes_input=takes_input)
         try:
             self._program = RunningProgram(config, theirs)
         except BaseException:
@@ -114,18 +112,20 @@ class _Execution:
             for descriptor in set(theirs):
                 os.close(descriptor)
 
-    def _open_streams(self, request: ExecRequest) -> tuple[int, int, int]:
+    def _open_streams(
+        self, terminal: tuple[int, int] | None, *, takes_input: bool
+    ) -> tuple[int, int, int]:
         """Make the pipes or the terminal; returns the command's ends of them."""
-        if request.terminal is not None:
+        if terminal is not None:
             self._terminal, theirs = os.openpty()
-            self._resize(*request.terminal)
+            self._resize(*terminal)
             self._outputs = {self._terminal: "stdout"}
             self._input_end = os.dup(self._terminal)
             return theirs, theirs, theirs
         output, theirs = os.pipe()
         errors, their_errors = os.pipe()
         self._outputs = {output: "stdout", errors: "stderr"}
-        if request.takes_input:
+        if takes_input:
             given, self._input_end = os.pipe()
         else:
             given = os.open(os.devnull, os.O_RDONLY)
@@ -138,13 +138,13 @@ class _Execution:
             said = status.problem if status is not None else "its process was killed as it started"
             self._channel.send(Reply(problem=said))
             return
-        self._channel.send(Reply({"pid": status.pid}, more=True))
+        self._caller.reply({"pid": status.pid})
         for carry in (self._carry_output, self._carry_input):
             thread = threading.Thread(target=carry, name="skyward-exec", daemon=True)
             thread.start()
             self._threads.append(thread)
         while True:
-            part, body = next_part(self._channel)
+            part, body = self._caller.next_part()
             try:
                 self._take(part.what, part.arguments, body)
             except (msgspec.ValidationError, ValueError) as problem:
@@ -184,7 +184,7 @@ class _Execution:
                 for descriptor, _ in poll.poll():
                     data = _read(descriptor)
                     if data:
-                        self._channel.send(Reply(left[descriptor], more=True), (data,))
+                        self._caller.reply(left[descriptor], data)
                     else:
                         poll.unregister(descriptor)
                         del left[descriptor]
@@ -208,7 +208,7 @@ class _Execution:
             with self._lock:
                 self._waiting -= count
             with contextlib.suppress(OSError):
-                self._channel.send(Reply({"taken": count, "closed": closed}, more=True))
+                self._caller.reply({"taken": count, "closed": closed})
         if self._input_end >= 0:
             os.close(self._input_end)
 

@@ -2,174 +2,166 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-from skyward.errors import PoolError, ProtocolError
+from skyward.closing import Closing
+from skyward.errors import PoolError
 from skyward.files.items import decode, encode, parents
 from skyward.files.scanning import Scanner
-from skyward.files.transfer import PIECE, Told, pieces, received
+from skyward.files.transfer import PIECE, Told, pieces
 from skyward.files.tree import STAGING, Tree
 from skyward.files.volumes import NodeVolume
 from skyward.wire import messages
-from skyward.wire.channel import Channel
-from skyward.wire.messages import Question, Reply
-from skyward.worker.services import ServedNode
-
-_trees: dict[Path, tuple[Tree, threading.Lock]] = {}
-"""The folders of this node that follow others; what was sent once is not sent again."""
-_volumes: dict[str, NodeVolume] = {}
-"""The volumes of this node, by their paths."""
-_lock = threading.Lock()
+from skyward.wire.asking import whole_of
+from skyward.wire.messages import Question
+from skyward.worker.services import Caller, Parts, answers
 
 
-def serve(node: ServedNode, channel: Channel) -> None:
-    """Take one folder after the other, until the other end leaves."""
-    while True:
-        frame = channel.receive()
-        question = messages.decode_as(Question, frame.kind, frame.meta)
-        root = Path(question.arguments.get("root") or node.config.working_directory)
-        body = received(channel, frame)
-        if question.what == "follow":
-            tree, lock = _tree(root)
-            with lock:
-                _follow(tree, channel, bytes(body))
-        elif question.what in ("sent", "brought"):
-            _recall(question, root, channel, bytes(body))
-        elif question.what == "read":
-            _read(root, channel)
-        elif question.what in ("mount", "write back", "unmount"):
-            _serve_volume(question, channel)
-        else:
-            channel.send(Reply(problem=f"this service does not answer {question.what!r}"))
+class NodeFolders(Closing):
+    """The folders of this node that follow others, and its volumes."""
+
+    def __init__(self) -> None:
+        self._trees: dict[Path, tuple[Tree, threading.Lock]] = {}
+        """What was sent once is not sent again."""
+        self._volumes: dict[str, NodeVolume] = {}
+        """By their paths."""
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def tree(self, caller: Caller, root: str) -> Iterator[Tree]:
+        """The folder at a root, for one at a time; without a root the working directory."""
+        place = Path(root or caller.node.config.working_directory)
+        with self._lock:
+            tree, lock = self._trees.setdefault(place, (Tree(place), threading.Lock()))
+        with lock:
+            yield tree
+
+    def mount(self, target: str, volume: NodeVolume, tell: Told) -> None:
+        """Have a volume at a path."""
+        volume.open(tell)
+        with self._lock:
+            self._volumes[target] = volume
+
+    def volumes(self, target: str = "", *, go: bool = False) -> list[NodeVolume]:
+        """The volume at a path, if there is one, or all; those that `go` are forgotten."""
+        with self._lock:
+            found = {path: each for path, each in self._volumes.items() if target in ("", path)}
+            if go:
+                for path in found:
+                    del self._volumes[path]
+        return list(found.values())
+
+    def close(self) -> None:
+        """Write volumes back and take them away: the client may be gone."""
+        for volume in self.volumes(go=True):
+            try:
+                volume.close(lambda what: None)
+            except Exception as problem:
+                # The other volumes are written back all the same.
+                print(f"{volume.target}: {problem}", file=sys.stderr)
 
 
-def _serve_volume(question: Question, channel: Channel) -> None:
-    """Mount a volume, write it back or unmount it, and tell meanwhile how far that is."""
-
-    def tell(what: str) -> None:
-        channel.send(Reply(what, more=True))
-
-    target = str(question.arguments.get("target", ""))
-    try:
-        if question.what == "mount":
-            volume = NodeVolume(
-                str(question.arguments["source"]),
-                target,
-                read_only=bool(question.arguments["read_only"]),
-            )
-            volume.open(tell)
-            with _lock:
-                _volumes[target] = volume
-            written = 0
-        elif question.what == "write back" and not target:
-            written = _write_all_back(tell)
-        else:
-            with _lock:
-                found = _volumes.get(target)
-                if question.what == "unmount":
-                    _volumes.pop(target, None)
-            act = None if found is None else found.close
-            if found is not None and question.what == "write back":
-                act = found.write_back
-            written = 0 if act is None else act(tell)
-    except Exception as problem:
-        # Also of fsspec and its packages: the client is told, and the service goes on.
-        channel.send(Reply(problem=_told(problem)))
-        return
-    channel.send(Reply(written))
+# Volumes. What fsspec and its packages raise, the client is told, too.
 
 
-def _write_all_back(tell: Told) -> int:
-    """Write every volume back; raises at the end what failed."""
-    with _lock:
-        volumes = list(_volumes.values())
+@answers("files")
+def mount(caller: Caller, source: str, target: str, read_only: bool) -> int:
+    """Mount a volume, and tell meanwhile how far that is."""
+    volume = NodeVolume(source, target, read_only=read_only)
+    with _told():
+        caller.node.own(NodeFolders).mount(target, volume, caller.reply)
+    return 0
+
+
+@answers("files", "write back")
+def write_back(caller: Caller, target: str = "") -> int:
+    """Write a volume back, or all; raises at the end what failed."""
     written, problems = 0, []
-    for volume in volumes:
+    for volume in caller.node.own(NodeFolders).volumes(target):
         try:
-            written += volume.write_back(tell)
-        except Exception as problem:
-            problems.append(f"{volume.target}: {_told(problem)}")
+            with _told():
+                written += volume.write_back(caller.reply)
+        except PoolError as problem:
+            problems.append(str(problem) if target else f"{volume.target}: {problem}")
     if problems:
         raise PoolError("; ".join(problems))
     return written
 
 
-def end() -> None:
-    """Write volumes back and take them away: the client may be gone."""
-    with _lock:
-        volumes = list(_volumes.values())
-        _volumes.clear()
-    for volume in volumes:
-        try:
-            volume.close(lambda what: None)
-        except Exception as problem:
-            # The other volumes are written back all the same.
-            print(f"{volume.target}: {problem}", file=sys.stderr)
+@answers("files")
+def unmount(caller: Caller, target: str) -> int:
+    """Write a volume back, and take it away."""
+    with _told():
+        folders = caller.node.own(NodeFolders)
+        return sum(each.close(caller.reply) for each in folders.volumes(target, go=True))
 
 
-def _tree(root: Path) -> tuple[Tree, threading.Lock]:
-    with _lock:
-        return _trees.setdefault(root, (Tree(root), threading.Lock()))
+# Folders.
 
 
-def _recall(question: Question, root: Path, channel: Channel, told: bytes) -> None:
-    """Tell what clients are known to have of a folder, or take what they have brought back."""
-    tree, lock = _tree(root)
-    try:
-        with lock:
-            if question.what == "brought":
-                brought = {item.name: item for item in decode(told)}
-                folders = {name for name, item in brought.items() if item.kind == "folder"}
-                gone = brought.keys() - folders
-                kept = {n: i for n, i in tree.known.items() if gone.isdisjoint(parents(n))}
-                tree.known = kept | brought
-                channel.send(Reply())
-            else:
-                channel.send(Reply(), [encode(list(tree.known.values()))])
-    except ProtocolError as problem:
-        channel.send(Reply(problem=_told(problem)))
+@answers("files")
+def sent(caller: Caller, root: str) -> Parts:
+    """What clients are known to have of a folder."""
+    with caller.node.own(NodeFolders).tree(caller, root) as tree:
+        known = encode(list(tree.known.values()))
+    yield None, (known,)
 
 
-def _follow(tree: Tree, channel: Channel, told: bytes) -> None:
-    try:
-        items = decode(told)
-        tree.root.mkdir(parents=True, exist_ok=True)
-        missing = tree.compare(items)
-        size = sum(items[number].size for number in missing)
-        free = shutil.disk_usage(tree.root).free
+@answers("files")
+def brought(caller: Caller, root: str, body: bytearray) -> None:
+    """Note what a client has brought back from a folder."""
+    with _told():
+        brought = {item.name: item for item in decode(body)}
+    folders = {name for name, item in brought.items() if item.kind == "folder"}
+    gone = brought.keys() - folders
+    with caller.node.own(NodeFolders).tree(caller, root) as tree:
+        kept = {n: i for n, i in tree.known.items() if gone.isdisjoint(parents(n))}
+        tree.known = kept | brought
+
+
+@answers("files")
+def follow(caller: Caller, root: str, body: bytearray) -> dict[str, object]:
+    """Make a folder as a list of files says.
+
+    The first reply has the numbers of those whose bytes are missing, which come then.
+    """
+    with caller.node.own(NodeFolders).tree(caller, root) as tree, contextlib.ExitStack() as undone:
+        with _told():
+            items = decode(body)
+            tree.root.mkdir(parents=True, exist_ok=True)
+            undone.callback(tree.abandon)
+            missing = tree.compare(items)
+            size = sum(items[number].size for number in missing)
+            free = shutil.disk_usage(tree.root).free
         if size > free:
-            raise OSError(
+            raise PoolError(
                 f"{tree.root} has room for {free / 1e9:.1f} GB, and {size / 1e9:.1f} GB are to "
                 "come; leave files out with excludes=[...], or use a larger disk (disk_gb=...)"
             )
-    except (OSError, ProtocolError) as problem:
-        channel.send(Reply(problem=_told(problem)))
-        return
-    channel.send(Reply(missing))
-    problem_met = ""
-    try:
-        while True:
-            frame = channel.receive()
-            part = messages.decode_as(Question, frame.kind, frame.meta)
-            body = memoryview(received(channel, frame))
-            if part.what == "finish":
-                break
+        caller.reply(missing)
+        problem: OSError | None = None
+        while (part := _next(caller))[0].what != "finish":
             try:
                 # After a failure, the rest is still taken, since it is on its way already.
-                if not problem_met:
-                    _take(tree, part, body)
-            except OSError as problem:
-                problem_met = _told(problem)
-        try:
-            reply = Reply(problem=problem_met) if problem_met else Reply(tree.finish())
-        except OSError as problem:
-            reply = Reply(problem=_told(problem))
-        channel.send(reply)
-    finally:
-        tree.abandon()
+                if problem is None:
+                    _take(tree, *part)
+            except OSError as failure:
+                problem = failure
+        with _told():
+            if problem is not None:
+                raise problem
+            return tree.finish()
+
+
+def _next(caller: Caller) -> tuple[Question, memoryview]:
+    frame = caller.channel.receive()
+    part = messages.decode_as(Question, frame.kind, frame.meta)
+    return part, memoryview(whole_of(caller.channel, frame))
 
 
 def _take(tree: Tree, part: Question, body: memoryview) -> None:
@@ -179,31 +171,25 @@ def _take(tree: Tree, part: Question, body: memoryview) -> None:
         at += length
 
 
-def _read(root: Path, channel: Channel) -> None:
-    """Tell what a folder holds, and send the files that the other end asks for."""
-    try:
-        listing = Scanner(root, [f"{STAGING}*"], everything=True, remember=False).scan()
-    except OSError as problem:
-        channel.send(Reply(problem=_told(problem)))
-        return
-    channel.send(Reply(len(listing.items)), [encode(listing.items)])
-    frame = channel.receive()
-    asked = messages.decode_as(Question, frame.kind, frame.meta)
-    received(channel, frame)
-    try:
-        for parts, data in pieces(root, listing.items, asked.arguments["missing"], PIECE):
-            channel.send(Reply(parts, more=True), data)
-    except OSError as problem:
-        channel.send(Reply(problem=_told(problem)))
-        return
-    channel.send(Reply())
+@answers("files")
+def read(caller: Caller, root: str) -> Parts:
+    """What a folder holds; then the files that the caller asks for."""
+    place = Path(root or caller.node.config.working_directory)
+    with _told():
+        listing = Scanner(place, [f"{STAGING}*"], everything=True, remember=False).scan()
+    yield len(listing.items), (encode(listing.items),)
+    asked, _ = _next(caller)
+    with _told():
+        yield from pieces(place, listing.items, asked.arguments["missing"], PIECE)
 
 
-def _told(problem: Exception) -> str:
-    return (
-        str(problem)
-        if not isinstance(problem, OSError) or problem.errno is None
-        else (
-            f"{problem.strerror}: {problem.filename}" if problem.filename else str(problem.strerror)
-        )
-    )
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Have the client told of whatever fails, whether it is ours or of a package for volumes."""
+    try:
+        yield
+    except Exception as problem:
+        if not isinstance(problem, OSError) or problem.errno is None:
+            raise PoolError(str(problem)) from problem
+        where = f": {problem.filename}" if problem.filename else ""
+        raise PoolError(f"{problem.strerror}{where}") from problem

@@ -18,27 +18,18 @@ from typing import Any
 
 import msgspec
 
+from skyward.closing import Closing
 from skyward.errors import PoolError
-from skyward.wire.asking import next_part
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Reply
 from skyward.worker.program import ProgramConfig
 from skyward.worker.programs import RunningProgram, environment_of
-from skyward.worker.services import ServedNode
-from skyward.worker.services.copying import why
+from skyward.worker.services import Caller, ServedNode, answers
 
 MODULE = "skyward.page.on_head"
 START_SECONDS = 60.0
 CONNECT_SECONDS = 5.0
 _LAST_WORDS = 2000
-
-
-class PageRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """What the page's process needs to find the pool, in its variables and in private files."""
-
-    name: str
-    environment: dict[str, str] = {}
-    private: dict[str, str] = {}
 
 
 class PageAnnouncement(msgspec.Struct):
@@ -48,7 +39,7 @@ class PageAnnouncement(msgspec.Struct):
     token: str
 
 
-class NodePage:
+class NodePage(Closing):
     """The page's process on this node, and the connections of those who look."""
 
     def __init__(self) -> None:
@@ -59,17 +50,20 @@ class NodePage:
         self._watching: dict[Channel, RunningProgram] = {}
         """Those who look, and the process whose end they are told."""
 
-    def open(self, node: ServedNode, request: PageRequest, channel: Channel) -> dict[str, Any]:
+    def open(
+        self, caller: Caller, name: str, environment: dict[str, str], private: dict[str, str]
+    ) -> dict[str, Any]:
         """The page's port and token; its process is started if there is none."""
+        node, channel = caller.node, caller.channel
         with self._lock:
             folder = Path(node.config.folder, "page")
-            for place, text in request.private.items():
+            for place, text in private.items():
                 _write_private(folder, place, text)
             program, found = self._program, True
             if program is None or not _answers(self._said.port):
                 if program is not None:
                     program.close()
-                program, found = self._start(node, request, folder), False
+                program, found = self._start(node, name, environment, folder), False
             self._watching[channel] = program
             said = self._said
             return {
@@ -79,13 +73,13 @@ class NodePage:
                 "found": found,
             }
 
-    def _start(self, node: ServedNode, request: PageRequest, folder: Path) -> RunningProgram:
+    def _start(
+        self, node: ServedNode, name: str, environment: dict[str, str], folder: Path
+    ) -> RunningProgram:
         folder.mkdir(exist_ok=True, mode=0o700)
-        own = {
-            key: each.replace("{folder}", str(folder)) for key, each in request.environment.items()
-        }
+        own = {key: each.replace("{folder}", str(folder)) for key, each in environment.items()}
         config = ProgramConfig(
-            [sys.executable, "-P", "-m", MODULE, request.name],
+            [sys.executable, "-P", "-m", MODULE, name],
             node.config.working_directory,
             environment_of(node.config) | own,
             status=-1,
@@ -143,36 +137,31 @@ class NodePage:
             program.close()
         return program is not None
 
-
-_page = NodePage()
-
-
-def serve(node: ServedNode, channel: Channel) -> None:
-    """Answer until the client leaves; the page stays."""
-    try:
-        while True:
-            question, _ = next_part(channel)
-            try:
-                reply = Reply(_answer(node, channel, question.what, question.arguments))
-            except (PoolError, ValueError, OSError) as problem:
-                reply = Reply(problem=why(problem))
-            channel.send(reply)
-    finally:
-        _page.leave(channel)
+    def close(self) -> None:
+        """End the page with its node."""
+        self.stop()
 
 
-def end() -> None:
-    """End the page with its node."""
-    _page.stop()
+@answers("page", "open")
+def open_page(
+    caller: Caller,
+    name: str,
+    environment: dict[str, str] | None = None,
+    private: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """The page's port and token; it stays when the caller leaves.
+
+    The page's process finds the pool with these variables and private files.
+    """
+    page = caller.node.own(NodePage)
+    caller.leaving.callback(page.leave, caller.channel)
+    return page.open(caller, name, environment or {}, private or {})
 
 
-def _answer(node: ServedNode, channel: Channel, what: str, asked: dict[str, Any]) -> Any:
-    match what:
-        case "open":
-            return _page.open(node, msgspec.convert(asked, PageRequest), channel)
-        case "stop":
-            return _page.stop()
-    raise ValueError(f"this service does not answer {what!r}; ask 'open' or 'stop'")
+@answers("page")
+def stop(caller: Caller) -> bool:
+    """End the page; whether there was one."""
+    return caller.node.own(NodePage).stop()
 
 
 def _answers(port: int) -> bool:

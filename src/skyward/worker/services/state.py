@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from typing import Any
 
+from skyward.closing import Closing
 from skyward.errors import ProtocolError
 from skyward.state.connection import SILENT_SECONDS
 from skyward.state.owned import KINDS
@@ -24,7 +25,7 @@ from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame, header
 from skyward.wire.messages import Question, Reply
-from skyward.worker.services import ServedNode
+from skyward.worker.services import Caller, answers
 
 LOOK_SECONDS = 1.0
 """How often the owner looks for processes that wait or hold locks and have gone silent."""
@@ -75,7 +76,7 @@ class RemoteSession(Session):
             del self.unsent[:count]
 
 
-class StateServer:
+class StateServer(Closing):
     """Serves the processes that use the state of this node's pool."""
 
     def __init__(self) -> None:
@@ -88,11 +89,17 @@ class StateServer:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._looked = 0.0
-        threading.Thread(target=self._run, name="skyward-state", daemon=True).start()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="skyward-state", daemon=True)
+        self._thread.start()
 
-    def serve(self, channel: Channel) -> None:
-        """Serve a connection until it ends."""
+    def serve(self, channel: Channel, who: str, process: str = "", direct: bool = False) -> None:
+        """Serve a process, in words and by its name, until its connection ends.
+
+        A process that is `direct` has ended when its connection has.
+        """
         session = RemoteSession(channel, self._dirty)
+        session.who, session.process, session.direct = who, process, direct
         channel.set_blocking(False)
         if isinstance(session.sender, ssl.SSLSocket):
             session.sender.setblocking(False)
@@ -100,8 +107,19 @@ class StateServer:
         self._waking.send(b"\0")
         session.ended.wait()
 
+    def close(self) -> None:
+        """Drop all processes, and end the thread."""
+        self._closed = True
+        self._waking.send(b"\0")
+        self._thread.join()
+        for session in [*self._sessions, *self._arrived]:
+            self._drop(session)
+        self._selector.close()
+        self._woken.close()
+        self._waking.close()
+
     def _run(self) -> None:
-        while True:
+        while not self._closed:
             for key, events in self._selector.select(self._pause()):
                 if key.data is None:
                     self._take_arrived()
@@ -130,7 +148,9 @@ class StateServer:
             session = self._arrived.popleft()
             self._sessions.add(session)
             self._selector.register(session.receiver, selectors.EVENT_READ, session)
-            # Its first question may have come with the greeting, and be read already.
+            self._owner.come(session)
+            session.answer(0, self._owner.epoch)
+            # Its next question may have come with the first, and be read already.
             self._take(session, session.channel.buffered)
 
     def _take(self, session: RemoteSession, frames: Any) -> None:
@@ -156,12 +176,6 @@ class StateServer:
         arguments = question.arguments
         number = arguments.get("n", 0)
         match question.what:
-            case "begin":
-                session.who = str(arguments.get("who"))
-                session.process = str(arguments.get("process", ""))
-                session.direct = bool(arguments.get("direct"))
-                self._owner.come(session)
-                session.answer(number, self._owner.epoch)
             case "beat":
                 session.answer(number)
             case "bye":
@@ -234,13 +248,7 @@ class StateServer:
         session.ended.set()
 
 
-_lock = threading.Lock()
-_server: StateServer | None = None
-
-
-def serve(node: ServedNode, channel: Channel) -> None:
+@answers("state")
+def begin(caller: Caller, who: str, process: str = "", direct: bool = False) -> None:
     """Answer a process's questions about the state until the process leaves."""
-    global _server
-    with _lock:
-        _server = _server or StateServer()
-    _server.serve(channel)
+    caller.node.own(StateServer).serve(caller.channel, who, process, direct)
