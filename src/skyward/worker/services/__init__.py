@@ -196,7 +196,7 @@ class ServiceFunction:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class NodeService:
     """A line of the table: who may ask, and what."""
 
     module: str = ""
@@ -209,22 +209,22 @@ class Service:
 
 
 SERVICES = {
-    "about": Service(),
-    "activity": Service("activity"),
-    "calls": Service("calls"),
-    "clients": Service("clients"),
-    "copying": Service("copying", is_use=True),
-    "exec": Service("exec", is_use=True),
-    "files": Service("files", is_use=True),
-    "forward": Service(),
-    "idle": Service(for_nodes=True),
-    "jobs": Service("jobs", is_use=True),
-    "output": Service(is_use=True),
-    "page": Service("page"),
-    "stacks": Service(),
-    "state": Service("state", for_nodes=True),
-    "use": Service(for_nodes=True, is_use=True),
-    "values": Service(),
+    "about": NodeService(),
+    "activity": NodeService("activity"),
+    "calls": NodeService("calls"),
+    "clients": NodeService("clients"),
+    "copying": NodeService("copying", is_use=True),
+    "exec": NodeService("exec", is_use=True),
+    "files": NodeService("files", is_use=True),
+    "forward": NodeService(),
+    "idle": NodeService(for_nodes=True),
+    "jobs": NodeService("jobs", is_use=True),
+    "output": NodeService(is_use=True),
+    "page": NodeService("page"),
+    "stacks": NodeService(),
+    "state": NodeService("state", for_nodes=True),
+    "use": NodeService(for_nodes=True, is_use=True),
+    "values": NodeService(),
 }
 
 
@@ -247,7 +247,7 @@ class Services:
 
     def __init__(self, node: ServedNode) -> None:
         self._node = node
-        self._channels: dict[Channel, Service] = {}
+        self._channels: dict[Channel, NodeService] = {}
         """The open connections, and the services that they are for."""
         self._lock = threading.Lock()
         self._closed = False
@@ -281,7 +281,7 @@ class Services:
             with self._lock:
                 self._channels.pop(channel, None)
 
-    def _answer(self, service: Service, caller: Caller) -> None:
+    def _answer(self, service: NodeService, caller: Caller) -> None:
         channel = caller.channel
         while True:
             frame = channel.receive()
