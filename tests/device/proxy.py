@@ -26,6 +26,7 @@ class Proxy:
         self._flowing = threading.Event()
         self._flowing.set()
         self._cut_after: list[int] = []
+        self._hold_after, self._holds = 0, threading.Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self.endpoint = self.endpoint_for(server) if server else ""
@@ -65,13 +66,26 @@ class Proxy:
             self._cut_after = list(counts)
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """A link without a word: nothing passes, and nothing is closed either."""
-        self._flowing.clear()
+    def hold(self, after: int = 0) -> Iterator[threading.Event]:
+        """A link without a word: nothing passes, and nothing is closed either.
+
+        Begins after so many bytes, of which the event tells.
+        """
+        holds = threading.Event()
+        with self._lock:
+            self._hold_after, self._holds = after, holds
+        if not after:
+            self._hold()
         try:
-            yield
+            yield holds
         finally:
+            with self._lock:
+                self._hold_after = 0
             self._flowing.set()
+
+    def _hold(self) -> None:
+        self._flowing.clear()
+        self._holds.set()
 
     def close(self) -> None:
         """End it with all its threads."""
@@ -126,6 +140,10 @@ class Proxy:
     def _allowed(self, count: int) -> tuple[int, bool]:
         """How many of the bytes pass, and whether everything is cut after them."""
         with self._lock:
+            if self._hold_after:
+                self._hold_after = max(0, self._hold_after - count)
+                if not self._hold_after:
+                    self._hold()
             if not self._cut_after:
                 return count, False
             if count < self._cut_after[0]:

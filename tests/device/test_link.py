@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -139,6 +141,23 @@ def test_large_copies_go_on_where_they_were_cut(
 
     there = cutting(lambda: host.to(remote))
     assert torch.equal(cutting(there.cpu), host)
+
+
+def test_ctrl_c_ends_a_download_halfway(remote: torch.device, proxy: Proxy) -> None:
+    host = torch.arange(32 * MIB // 8)
+    there = host.to(remote)
+    torch.sky.synchronize(remote)
+
+    def press(holds: threading.Event) -> None:
+        holds.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as thread:
+        with pytest.raises(KeyboardInterrupt), proxy.hold(after=8 * MIB) as holds:
+            thread.submit(press, holds)
+            there.cpu()
+    assert there[9].item() == 9
+    assert torch.equal(there.cpu(), host)
 
 
 @only_in_all

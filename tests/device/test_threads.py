@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -17,9 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import skyward as sky
+from skyward.device.core import core
 from skyward.device.processors import give_back, spared, threads_beside_a_worker
 
-from ..conftest import only_in_all
+from ..conftest import only_in_all, worker_processes
 
 
 def _trained(seed: int, device: torch.device) -> list[float]:
@@ -355,3 +358,81 @@ def test_a_cpu_worker_changes_no_threads(sixteen_threads: None, compute: sky.Com
 )
 def test_small_hosts_leave_a_worker_less(processors: int, threads: int) -> None:
     assert threads_beside_a_worker(processors) == threads
+
+
+@contextlib.contextmanager
+def _pressing(device: torch.device, *, goes_on: bool = False) -> Iterator[None]:
+    """Devices answer nothing, and Ctrl-C is pressed once somebody waits for this one."""
+    waits, over = core().stats(device.index).waits, threading.Event()
+    processes = [each for each in worker_processes() if "device" in " ".join(each.cmdline())]
+    assert processes
+
+    def press() -> None:
+        while core().stats(device.index).waits == waits and not over.wait(0.01):
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        if goes_on:
+            resume()
+
+    def resume() -> None:
+        for process in processes:
+            process.resume()
+
+    for process in processes:
+        process.suspend()
+    with ThreadPoolExecutor(1) as thread:
+        pressed = thread.submit(press)
+        try:
+            yield
+        finally:
+            over.set()
+            resume()
+            pressed.result()
+
+
+WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "a value": lambda x: x[3].item(),
+    "a synchronization": lambda x: torch.sky.synchronize(x.device),
+    "a download": lambda x: x.cpu(),
+    "a download behind others": lambda x: (x.to("cpu", non_blocking=True), x.cpu()),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("link", ["device", "encrypted"])
+def test_ctrl_c_ends_a_wait_and_leaves_the_device_usable(
+    request: pytest.FixtureRequest, link: str, wait: str
+) -> None:
+    device = request.getfixturevalue(link)
+    x = torch.arange(1 << 20, device=device)
+    torch.sky.synchronize(device)
+    with pytest.raises(KeyboardInterrupt), _pressing(device):
+        WAITS[wait](x)
+    later = (x + 1).to("cpu", non_blocking=True)
+    assert x[7].item() == 7
+    assert torch.equal(x.cpu(), torch.arange(1 << 20))
+    torch.sky.synchronize(device)
+    assert torch.equal(later, torch.arange(1, 1 + (1 << 20)))
+
+
+def test_an_error_that_an_interrupted_wait_was_to_raise_is_raised_by_the_next(
+    device: torch.device,
+) -> None:
+    index = torch.tensor([9], device=device)
+    torch.sky.synchronize(device)
+    with pytest.raises(KeyboardInterrupt), _pressing(device):
+        torch.arange(3, device=device)[index].sum().item()
+    with pytest.raises(IndexError, match="out of bounds"):
+        torch.ones(2, device=device).sum().item()
+    assert torch.ones(2, device=device).sum().item() == 2
+
+
+def test_a_handler_of_the_programs_own_runs_when_the_wait_is_over(device: torch.device) -> None:
+    x, seen = torch.arange(3.0, device=device), []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(x.sum().item()))
+    try:
+        with _pressing(device, goes_on=True):
+            assert x[1].item() == 1.0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [3.0]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -130,6 +132,17 @@ class Core:
             python.PyGILState_Check,
             python.PyEval_SaveThread,
             python.PyEval_RestoreThread,
+        )
+        # Ctrl-C ends a wait on the main thread. The core calls nothing that runs Python's code.
+        self._handler = (import_module("_signal").getsignal, (signal.SIGINT,))
+        self._library.sky_interrupts(
+            python.PyGILState_Ensure,
+            python.PyGILState_Release,
+            python.PyOS_InterruptOccurred,
+            python.PyObject_CallObject,
+            python.Py_DecRef,
+            *map(ctypes.py_object, (*self._handler, signal.default_int_handler, KeyboardInterrupt)),
+            ctypes.c_uint64(threading.main_thread().ident or 0),
         )
         # The core calls it; it must live as long as the process.
         self._introducing = _Introduce(self._introduce)
@@ -446,5 +459,7 @@ class Core:
         self._library.sky_set_current(index)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        if getattr(self._library, name)(*arguments):
+        if (failed := getattr(self._library, name)(*arguments)) == 2:
+            raise KeyboardInterrupt
+        if failed:
             raise DeviceError(self._library.sky_message().decode(errors="replace"))

@@ -1,4 +1,5 @@
-// The C interface that Python drives through ctypes; every function returns 0, or 1 with a message.
+// The C interface that Python drives through ctypes; every function returns 0, or 1 with a message, or 2 where Ctrl-C
+// has ended it.
 #include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/empty.h>
@@ -26,6 +27,8 @@ int guarded(F&& f) {
   try {
     f();
     return 0;
+  } catch (const Interrupted&) {
+    return 2;
   } catch (const c10::Error& e) {
     last_message = e.what_without_backtrace();
   } catch (const std::exception& e) {
@@ -116,6 +119,15 @@ void sky_modules_of(int (*modules_of)(const char* name, char* text, uint64_t siz
 
 void sky_interpreter(int (*is_running)(), int (*holds_lock)(), void* (*leave)(), void (*enter)(void*)) {
   sky::interpreter = {is_running, holds_lock, leave, enter};
+}
+
+// Python's functions, and the objects to call one with: `handler_of(*arguments)` is `raises` where Ctrl-C raises
+// `type`. They must live as long as the process.
+void sky_interrupts(int (*lock)(), void (*unlock)(int), int (*occurred)(), _object* (*call)(_object*, _object*),
+                    void (*release)(_object*), _object* handler_of, _object* arguments, _object* raises, _object* type,
+                    pthread_t main_thread) {
+  sky::interrupt_class = type;
+  sky::interrupts = {lock, unlock, occurred, call, release, handler_of, arguments, raises, main_thread};
 }
 
 int sky_in_bad_fork() { return sky::in_bad_fork(); }

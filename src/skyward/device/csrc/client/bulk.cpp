@@ -1,6 +1,10 @@
 #include "bulk.h"
 
+#include <chrono>
+#include <vector>
+
 #include "../wire/socket.h"
+#include "interpreter.h"
 
 namespace sky {
 namespace {
@@ -44,6 +48,26 @@ void Bulk::write(const void* data, uint64_t size) {
 void Bulk::read(void* into, uint64_t size) {
   if (rings_) rings_->down.read(into, size);
   else sockets_.receive(into, size, 0, size);
+}
+
+// What has come of `total` bytes, of which `done` came before; 0 where nothing has for a moment.
+uint64_t Bulk::read_some(void* into, uint64_t size, uint64_t done, uint64_t total) {
+  if (rings_) return rings_->down.read_some(into, size, &kMoment);
+  return sockets_.receive_some(into, size, done, total, kMoment);
+}
+
+void Bulk::read_nowhere(uint64_t done, uint64_t total) {
+  std::vector<char> piece(std::min<uint64_t>(total - done, kRingStep));
+  while (done < total) done += read_some(piece.data(), std::min(total - done, piece.size()), done, total);
+}
+
+// Waits for those that receive what comes before; Ctrl-C ends it.
+void Bulk::await_landings(std::unique_lock<std::mutex>& lock) {
+  while (!changed_.wait_for(lock, kLooksAfter, [&] { return landings_.empty() || ending_ || !broken_.empty(); })) {
+    lock.unlock();  // who has Python's lock may want this one
+    check_interrupts();
+    lock.lock();
+  }
 }
 
 void Bulk::send(const void* data, uint64_t size, bool later) {
@@ -91,20 +115,49 @@ void Bulk::send_queued() {
 }
 
 void Bulk::receive(void* into, uint64_t size) {
-  {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return landings_.empty() || ending_ || !broken_.empty(); });
-    check();
+  uint64_t done = 0;
+  try {
+    {
+      std::unique_lock lock(mutex_);
+      await_landings(lock);
+      check();
+    }
+    for (auto looked = std::chrono::steady_clock::now(); done < size;) {
+      done += read_some(static_cast<char*>(into) + done, size - done, done, size);
+      if (auto now = std::chrono::steady_clock::now(); now - looked >= kLooksAfter) {
+        check_interrupts();
+        looked = now;
+      }
+    }
+  } catch (const Interrupted&) {
+    land({{}, size, done});
+    throw;
   }
-  read(into, size);
 }
 
-void Bulk::receive_later(at::Tensor into) {
+void Bulk::land(Landing landing) {
   std::lock_guard lock(mutex_);
   check();
-  landings_.push_back(std::move(into));
+  landings_.push_back(std::move(landing));
   if (!receiver_.joinable()) receiver_ = std::thread([this] { receive_queued(); });
   changed_.notify_all();
+}
+
+// After a head that says how many they are, or what went wrong.
+std::unique_ptr<Complaint> Bulk::read_tensor(const at::Tensor& into) {
+  char head[9];
+  read(head, sizeof head);
+  uint64_t size;
+  std::memcpy(&size, head + 1, 8);
+  if (head[0] == kOk && size == into.nbytes()) {
+    read(into.mutable_data_ptr(), size);
+    return nullptr;
+  }
+  if (size > kQueuedMost) throw Disconnected("an answer of impossible size");
+  std::string text(size, '\0');
+  read(text.data(), size);
+  if (head[0] == kOk) text = "the worker sent " + std::to_string(size) + " bytes of another tensor";
+  return std::make_unique<Complaint>(Complaint{static_cast<Status>(head[0]), text});
 }
 
 void Bulk::receive_queued() {
@@ -118,19 +171,8 @@ void Bulk::receive_queued() {
     std::unique_ptr<Complaint> complaint;
     std::string problem;
     try {
-      char head[9];
-      read(head, sizeof head);
-      uint64_t size;
-      std::memcpy(&size, head + 1, 8);
-      if (head[0] == kOk && size == landing.nbytes()) {
-        read(landing.mutable_data_ptr(), size);
-      } else {
-        if (size > kQueuedMost) throw Disconnected("an answer of impossible size");
-        std::string text(size, '\0');
-        read(text.data(), size);
-        if (head[0] == kOk) text = "the worker sent " + std::to_string(size) + " bytes of another tensor";
-        complaint = std::make_unique<Complaint>(Complaint{static_cast<Status>(head[0]), text});
-      }
+      if (landing.into.defined()) complaint = read_tensor(landing.into);
+      else read_nowhere(landing.done, landing.skipped);
     } catch (const Disconnected& e) {
       problem = e.what();
     }
@@ -142,14 +184,14 @@ void Bulk::receive_queued() {
     if (!broken_.empty()) return;
     // After its place is free: pinned memory that goes may tell the session, whose lock the waiting thread holds.
     lock.unlock();
-    landing.reset();
+    landing.into.reset();
     lock.lock();
   }
 }
 
 std::unique_ptr<Complaint> Bulk::drain() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return landings_.empty() || ending_ || !broken_.empty(); });
+  await_landings(lock);
   if (!landings_.empty()) check();
   return std::move(complaint_);
 }

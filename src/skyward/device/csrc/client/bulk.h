@@ -31,10 +31,12 @@ class Bulk {
 
   // When it returns the memory may change. `later` does not wait for the link, unless very much is queued.
   void send(const void* data, uint64_t size, bool later);
+  // Ctrl-C ends it: what is to come is skipped then.
   void receive(void* into, uint64_t size);
+  void skip(uint64_t size) { land({{}, size}); }
 
   // Fills the tensor's memory when the bytes come; `drain` waits until they have.
-  void receive_later(at::Tensor into);
+  void receive_later(at::Tensor into) { land({std::move(into)}); }
   std::unique_ptr<Complaint> drain();
   bool is_idle();
 
@@ -47,8 +49,18 @@ class Bulk {
     std::unique_ptr<char[]> bytes;
     uint64_t size;
   };
+  // What a thread of ours receives: a tensor with its head, or bytes that nobody wants any more.
+  struct Landing {
+    at::Tensor into;
+    uint64_t skipped = 0, done = 0;
+  };
+  void land(Landing landing);
   void write(const void* data, uint64_t size);
   void read(void* into, uint64_t size);
+  uint64_t read_some(void* into, uint64_t size, uint64_t done, uint64_t total);
+  void read_nowhere(uint64_t done, uint64_t total);
+  std::unique_ptr<Complaint> read_tensor(const at::Tensor& into);
+  void await_landings(std::unique_lock<std::mutex>& lock);
   void send_queued();
   void receive_queued();
   void check();
@@ -59,7 +71,7 @@ class Bulk {
   std::condition_variable changed_;
   std::deque<Parcel> parcels_;
   uint64_t queued_ = 0;
-  std::deque<at::Tensor> landings_;
+  std::deque<Landing> landings_;
   std::unique_ptr<Complaint> complaint_;
   std::string broken_;
   bool ending_ = false;

@@ -34,6 +34,14 @@ struct DeviceError final : torch::PyTorchError {
   _object* python_type() override { return error_class; }
 };
 
+// The class that Python raises for Ctrl-C.
+inline _object* interrupt_class = nullptr;
+
+// Ctrl-C has ended a wait. What the worker answers later is skipped.
+struct Interrupted final : torch::PyTorchError {
+  _object* python_type() override { return interrupt_class; }
+};
+
 [[noreturn]] inline void fail(std::string text) {
   if (error_class) throw DeviceError(std::move(text));
   C10_THROW_ERROR(Error, std::move(text));

@@ -7,8 +7,12 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
+#include <ctime>
 #include <memory>
 #include <mutex>
+
+#include "errors.h"
 
 namespace sky {
 
@@ -20,6 +24,35 @@ struct Interpreter {
   void (*enter)(void*) = nullptr;
 };
 inline Interpreter interpreter;
+
+// How to ask Python whether the user has pressed Ctrl-C, and whether that is to raise KeyboardInterrupt.
+struct Interrupts {
+  int (*lock)() = nullptr;
+  void (*unlock)(int) = nullptr;
+  int (*occurred)() = nullptr;  // and it is forgotten then
+  _object* (*call)(_object*, _object*) = nullptr;
+  void (*release)(_object*) = nullptr;
+  _object *handler_of = nullptr, *arguments = nullptr, *raises = nullptr;
+  pthread_t main_thread{};
+};
+inline Interrupts interrupts;
+
+// How long a wait goes on before it looks.
+constexpr auto kLooksAfter = std::chrono::milliseconds(100);
+constexpr timespec kMoment{0, std::chrono::nanoseconds(kLooksAfter).count()};
+
+// Throws if the user has pressed Ctrl-C, on the main thread. A handler of the program's own runs when the wait is over,
+// as everywhere in PyTorch: it may use the device, which is in the middle of something here.
+inline void check_interrupts() {
+  auto& i = interrupts;
+  if (!i.call || !::pthread_equal(::pthread_self(), i.main_thread) || !interpreter.is_running()) return;
+  auto state = i.lock();
+  auto* handler = i.call(i.handler_of, i.arguments);
+  bool is_interrupted = handler == i.raises && i.occurred();
+  i.release(handler);
+  i.unlock(state);
+  if (is_interrupted) throw Interrupted();
+}
 
 class OutsidePython {
  public:

@@ -168,6 +168,7 @@ void Session::mark() {
   put(&record, sizeof record);
   if (++marks_ < kMarksMost) return;
   flush();
+  skip_unwanted(false);
   while (marks_ > kMarksMost / 2) await_mark();
 }
 
@@ -253,13 +254,16 @@ void Session::disown() {
 
 void Session::check_open() const { SKY_CHECK(!is_closed_, closed_); }
 
-std::string Session::reply() {
+std::string Session::reply(bool interruptibly) {
   stats.waits++;
   char head[5];
   std::string content;
   try {
     OutsidePython outside;
-    while (ops_.receive(head, sizeof head), marks_ && head[4] == kMarked) marks_--;
+    do {
+      while (interruptibly && !ops_.await_bytes(kMoment)) check_interrupts();
+      ops_.receive(head, sizeof head);
+    } while (head[4] == kMarked && marks_ && marks_--);
     uint32_t length;
     std::memcpy(&length, head, 4);
     content.resize(length);
@@ -319,13 +323,36 @@ void Session::distrust() {
   }
 }
 
-std::string Session::ask(const void* data, size_t size) {
+std::string Session::ask(const void* data, size_t size, bool interruptibly, uint64_t following) {
   auto wait = wait_for(data);
   // A read is recorded by `fetch`, which knows its size.
   Spent spent(wait == kReading ? nullptr : recording_.get(), wait, 0);
+  skip_unwanted(interruptibly);
   put(data, size);
   flush();
-  return reply();
+  try {
+    return reply(interruptibly);
+  } catch (const Interrupted&) {
+    unwanted_.push_back(following);
+    throw;
+  }
+}
+
+// Before any other reply. An error that one of them tells is raised here.
+void Session::skip_unwanted(bool interruptibly) {
+  while (C10_UNLIKELY(!unwanted_.empty())) {
+    auto following = unwanted_.front();
+    unwanted_.pop_front();
+    try {
+      reply(interruptibly);
+      if (following) bulk_.skip(following);
+    } catch (const Interrupted&) {
+      unwanted_.push_front(following);
+      throw;
+    } catch (const Disconnected& e) {
+      broken(e.what());
+    }
+  }
 }
 
 void Session::notice_waiting() {
@@ -360,7 +387,7 @@ void Session::synchronize(uint32_t stream) {
   std::lock_guard lock(mutex);
   begin();
   uint32_t record[] = {kSync, stream};
-  ask(record, sizeof record);
+  ask(record, sizeof record, true);
   raise_late();
 }
 
@@ -382,7 +409,7 @@ std::string Session::event(uint32_t event, EventAction action, uint32_t other) {
   if (action == kQuery && !bulk_.is_idle()) return std::string(1, '\0');
   if (action == kQuery || action == kQueryStream || action == kElapsed) return ask(&record, sizeof record);
   if (action == kAwait) {
-    ask(&record, sizeof record);
+    ask(&record, sizeof record, true);
     raise_late();
   } else {
     put(&record, sizeof record);

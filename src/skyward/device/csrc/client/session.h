@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -138,7 +139,9 @@ class Session {
   void flush();
   uint32_t new_template();  // its number; forgets those that were used longest ago when there are very many
   void forget_template(const Template& t);
-  std::string ask(const void* data, size_t size);  // sends, flushes and waits for the reply
+  // Sends, flushes and waits for the reply. Ctrl-C ends the wait if it may; the reply is then skipped when it comes,
+  // with the bytes that follow it beside the records.
+  std::string ask(const void* data, size_t size, bool interruptibly = false, uint64_t following = 0);
 
   // With the lock held: the content of a slot is about to change. Counted from the first copy between devices on.
   void wrote(uint32_t slot) {
@@ -217,7 +220,8 @@ class Session {
   }
   void check_span(uint32_t slot, uint64_t bytes) const;
   uintptr_t address_for(uint32_t slot, uint64_t bytes);
-  std::string reply();
+  std::string reply(bool interruptibly);
+  void skip_unwanted(bool interruptibly);
   [[noreturn]] void complain(Complaint complaint);
   void distrust();
   std::string located(const at::Tensor& source) const;  // its slot, layout and offset, as records have them
@@ -251,6 +255,7 @@ class Session {
   const std::unique_ptr<Encoder> encoder_;  // over a network only
   uint64_t marked_ = 0;                     // bytes of records before the last mark
   uint32_t marks_ = 0;                      // that the worker has not come to yet
+  std::deque<uint64_t> unwanted_;           // replies whose wait was interrupted: the bytes that follow each
   std::unique_ptr<Recording> recording_;
   Slots slots_;
   std::vector<Life> lives_;  // by slot

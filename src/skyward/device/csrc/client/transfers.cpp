@@ -72,11 +72,11 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
     if (auto pinned = use_pinned(into, size, serial, copies_ + 1)) {
       copy_out(source, *pinned);
       uint32_t record[] = {kSync, stream_};
-      ask(record, sizeof record);
+      ask(record, sizeof record, true);
       return;
     }
   auto record = fetch_record(located(source), false);
-  auto content = ask(record.data(), record.size());
+  auto content = ask(record.data(), record.size(), true, size <= kInlineFetch ? 0 : size);
   if (size <= kInlineFetch) {
     SKY_CHECK(content.size() == size, "the worker sent ", content.size(), " bytes of ", size);
     std::memcpy(into, content.data(), size);
@@ -100,6 +100,7 @@ void Session::fetch_later(const at::Tensor& source, at::Tensor into) {
       copy_out(source, *pinned);
       return;
     }
+  skip_unwanted(true);
   auto record = fetch_record(located(source), true);
   try {
     bulk_.receive_later(std::move(into));

@@ -84,6 +84,10 @@ class Ring {
     read(into, n);
     return n;
   }
+  // Whether there are bytes to read, or within that time. A signal ends the wait as well.
+  bool await_bytes(const timespec& most) {
+    return available() || wait([this] { return available() > 0; }, &most);
+  }
   // Whoever waits looks whether the other end is still there.
   void wake() {
     head_->turns.fetch_add(1);

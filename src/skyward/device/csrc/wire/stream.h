@@ -24,6 +24,9 @@ class Stream {
     else receive_all(socket_, into, size);
   }
 
+  // Whether there are bytes to receive, or within that time. A signal ends the wait as well.
+  bool await_bytes(const timespec& most) { return in_ ? in_->await_bytes(most) : is_readable(socket_, most); }
+
   enum Arrival { kBytes, kNothing, kEnd };
   // At least one byte, after which `got` is how many; waits at most so long if that is given.
   Arrival receive_some(void* into, size_t size, size_t& got, const timespec* most) try {

@@ -27,6 +27,16 @@ class Stripes {
     each(size, done, total, [&](int socket, uint64_t at, uint64_t n) { receive_all(socket, p + at, n); });
   }
 
+  // At least a byte of what follows `done`; 0 where none came within that time. A signal ends the wait as well.
+  uint64_t receive_some(void* into, uint64_t size, uint64_t done, uint64_t total, const timespec& most) {
+    bool is_long = sockets_.size() > 1 && total >= kLong;
+    int socket = sockets_[is_long ? done / kStripe % sockets_.size() : 0];
+    if (!is_readable(socket, most)) return 0;
+    auto got = sky::receive_some(socket, into, is_long ? std::min(size, kStripe - done % kStripe) : size);
+    if (!got) throw Disconnected("the other end is gone");
+    return got;
+  }
+
   int first() const { return sockets_.front(); }
   void close() noexcept {
     for (int socket : sockets_) ::shutdown(socket, SHUT_RDWR);
