@@ -249,7 +249,21 @@ def test_a_client_with_an_imported_record_does_not_undo_down(
     assert not list(home.glob("sky-*"))
 
 
-def test_a_pool_is_stopped_and_started_again(bench: str) -> None:
+def test_a_pool_is_stopped_and_started_again(bench: str, script: Script) -> None:
+    killed = script(
+        f"""
+        from skyward.compute import attaching
+        from skyward.nodes import occupancy
+        occupancy.clean = lambda *_: os.kill(os.getpid(), 9)
+        attaching.stop_pool({bench!r}, force=False)
+        """
+    )
+    killed.communicate(timeout=PATIENCE)
+    assert killed.returncode == -9
+    assert documents("ps")[0]["state"] == "stopping"
+    assert f"`sky stop {bench}` goes on with it" in run("start", bench, code=1).stderr
+    with pytest.raises(sky.PoolError, match="was not stopped as a whole"):
+        sky.attach(bench)
     run("stop", bench)
     with pytest.raises(sky.errors.PoolError, match="is stopped; `sky start bench`"):
         sky.attach(bench)

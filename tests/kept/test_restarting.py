@@ -13,7 +13,7 @@ from skyward.compute import attaching
 from skyward.nodes.cleaning import Cleaned, halt
 from skyward.providers import Allocation, Capabilities
 
-RECORD = SimpleNamespace(id="p1", name="train", stopped=True, provider="shop")
+RECORD = SimpleNamespace(id="p1", name="train", stopped=True, provider="shop", ending=[])
 
 
 class Shop:

@@ -51,6 +51,7 @@ def reach(name: str, *, forget: bool = False) -> ReachedPool:
     """
     record = keeping.read(name)
     if record.stopped:
+        _check_stopped(record)
         raise PoolError(f"{name} is stopped; `sky start {name}` starts it again")
     return ReachedPool(record, forget=forget)
 
@@ -78,7 +79,7 @@ class StoppedPool:
 def stop_pool(name: str, *, force: bool) -> StoppedPool:
     """End the agents and workers of a pool, stop its machines, and keep its record."""
     record = keeping.read(name)
-    if record.stopped:
+    if record.stopped and not record.ending:
         raise PoolError(f"{name} is stopped already; `sky start {name}` starts it again")
     if record.provider not in OWN:
         _check_stops(record)
@@ -92,6 +93,16 @@ def stop_pool(name: str, *, force: bool) -> StoppedPool:
         raise PoolError(f"{name} was not stopped as a whole: {'; '.join(cleaned.failures)}")
     costs = [pool.hourly_cost for pool in journal.pools() if pool.id == record.id]
     return StoppedPool(cleaned, costs[0] if costs else None)
+
+
+def _check_stopped(record: KeptPool) -> None:
+    """Refuse a pool of which agents may run, though its record says that they are to end."""
+    if record.ending:
+        name = record.name
+        raise PoolError(
+            f"{name} is being stopped, or was not stopped as a whole; if nobody does that now, "
+            f"`sky stop {name}` goes on with it, and `sky down {name}` removes it"
+        )
 
 
 def _check_stops(record: KeptPool) -> None:
@@ -114,6 +125,7 @@ def start_pool(name: str) -> int:
     """Start a stopped pool again, and return the number of its nodes."""
     record = keeping.read(name)
     provider = provider_of(record)
+    _check_stopped(record)
     if not record.stopped:
         if not stopped_machines(record, provider):
             raise PoolError(f"{name} is not stopped; `sky attach {name}` says who uses it")

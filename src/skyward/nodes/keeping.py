@@ -67,6 +67,8 @@ class KeptPool(msgspec.Struct):
     format: int = FORMAT
     count: int = 0
     """How many nodes it had when it was stopped."""
+    ending: list[KeptNode] = []
+    """The nodes that `sky stop` or `sky down` ends, until it has: also if it was killed."""
     inside: bool = False
     """Whether the record is for processes on the pool's own nodes."""
     keys: dict[str, str] = {}

@@ -47,7 +47,7 @@ class Occupancy:
 def occupancy(record: KeptPool) -> Occupancy:
     """Ask a pool who uses it."""
     if record.stopped:
-        return Occupancy("stopped")
+        return Occupancy("stopping" if record.ending else "stopped")
     try:
         with ReachedPool(record) as pool, pool.head() as head:
             told = head.ask("who")
@@ -126,8 +126,10 @@ def end(
 
     Its nodes write their volumes back first, and folders of this machine that they have come back.
     If no agent answers, its machines are removed all the same. With `stop`, the record stays, and
-    so do the machines if the provider can stop them.
+    so do the machines if the provider can stop them. An end that was interrupted goes on.
     """
+    if record.ending:
+        record = msgspec.structs.replace(record, nodes=record.ending, stopped=False, ending=[])
     unwritten: list[str] = []
     brought = 0
     provider = provider_of(record)
@@ -154,7 +156,8 @@ def end(
             # First: its clients start a lost node anew, as long as the record has the node.
             # It is not removed yet: whatever ends this process, the pool keeps its name and keys.
             count = len(record.nodes) or record.count
-            keeping.write(msgspec.structs.replace(record, nodes=[], stopped=True, count=count))
+            stopped = msgspec.structs.replace(record, nodes=[], stopped=True, count=count)
+            keeping.write(msgspec.structs.replace(stopped, ending=record.nodes))
         try:
             if stop and stops(provider):
                 cleaned = halt(journal, pool, provider)
@@ -165,7 +168,9 @@ def end(
             raise
         if cleaned.failures:
             keeping.write(record)
-        elif not stop:
+        elif stop:
+            keeping.write(stopped)
+        else:
             keeping.forget(record.name, record.id)
     return dataclasses.replace(cleaned, unwritten=tuple(unwritten), brought=brought)
 
