@@ -27,9 +27,8 @@ from skyward.calls.scheduler import Load, Scheduler
 from skyward.calls.task import Failed
 from skyward.objects import encoding
 from skyward.wire.messages import Define, Payload, Start
-from skyward.worker.jobs import Job
 from skyward.worker.nesting import NestedFuture, NestedPool
-from skyward.worker.places import JobPlaces
+from skyward.worker.places import ReadyTask, TaskPlaces
 
 from .conftest import ALL, Eventually
 from .waiting import wait_for
@@ -301,16 +300,16 @@ def test_an_object_waits_for_what_an_earlier_call_has_started(pool: sky.Compute)
         assert keeps.finish.submit().result(60) == 3
 
 
-def nested_pool(hurry: Any = lambda: None) -> tuple[NestedPool, JobPlaces]:
+def nested_pool(hurry: Any = lambda: None) -> tuple[NestedPool, TaskPlaces]:
     """What tasks use, without a client, and the jobs of the executor."""
-    places = JobPlaces(1, lambda message: None, lambda job: None)
+    places = TaskPlaces(1, lambda message: None, lambda job: None)
     nobody: Any = None
     return NestedPool(nobody, places, lambda: None, hurry), places
 
 
-def job(number: int, apart: str = "") -> Job:
+def job(number: int, apart: str = "") -> ReadyTask:
     run: Any = SimpleNamespace(task=number, apart=apart, name=f"task {number}")
-    return Job(run, (memoryview(b""), [], []), [])
+    return ReadyTask(run, (memoryview(b""), [], []), [])
 
 
 @pytest.mark.parametrize(
@@ -374,7 +373,7 @@ def test_an_object_with_its_own_place_needs_no_helper_for_other_tasks() -> None:
     _, places = nested_pool()
     gate, begun = threading.Event(), threading.Event()
 
-    def run(job: Job) -> None:
+    def run(job: ReadyTask) -> None:
         begun.set()
         gate.wait()
         places.free(job)

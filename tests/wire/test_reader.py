@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from skyward.worker.reader import JobReader
+from skyward.worker.reader import TaskReader
 
 Eventually = Callable[..., None]
 
@@ -33,7 +33,7 @@ class Worker:
     def __init__(self, elsewhere: Callable[[], bool] = lambda: False) -> None:
         self.frames: queue.Queue[float] = queue.Queue()
         self.done: list[float] = []
-        self.reader: JobReader[float] = JobReader(self._read, elsewhere)
+        self.reader: TaskReader[float] = TaskReader(self._read, elsewhere)
 
     def _read(self) -> None:
         self.reader.put(self.frames.get())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from skyward.errors import DebuggerError
 from skyward.wire.messages import DebuggerHears, DebuggerSays, Message
-from skyward.worker.jobs import Job
+from skyward.worker.places import ReadyTask
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """Where Skyward's own code is, which debuggers do not show."""
@@ -24,7 +24,7 @@ class DebuggerConsole:
 
     def __init__(
         self,
-        job: Job,
+        job: ReadyTask,
         send: Callable[[Message], None],
         hurry: Callable[[], None],
         flush_output: Callable[[], None],

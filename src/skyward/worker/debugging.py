@@ -21,8 +21,8 @@ from skyward.wire.messages import (
     Message,
 )
 from skyward.worker.debugger_console import OURS, DebuggerConsole
-from skyward.worker.jobs import Job
 from skyward.worker.output import current_task
+from skyward.worker.places import ReadyTask
 
 if TYPE_CHECKING:
     from skyward.worker.task_debugger import TaskDebugger
@@ -38,16 +38,16 @@ class Debuggers:
 
     def __init__(
         self,
-        job_of: Callable[[int], Job | None],
+        job_of: Callable[[int], ReadyTask | None],
         send: Callable[[Message], None],
         hurry: Callable[[], None],
         flush_output: Callable[[], None],
-        interrupt: Callable[[Job], None],
+        interrupt: Callable[[ReadyTask], None],
     ) -> None:
-        """`job_of` finds the job of a task that runs; for 0 the only one.
+        """`job_of` finds a task that runs; for 0 the only one.
 
         `flush_output` sends everything that the task has written. `interrupt` raises a
-        KeyboardInterrupt in a job.
+        KeyboardInterrupt in a task.
         """
         self._job_of, self._send, self._hurry = job_of, send, hurry
         self._flush_output, self._interrupt = flush_output, interrupt
@@ -78,12 +78,12 @@ class Debuggers:
 
     # On the thread that runs the task.
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: ReadyTask) -> None:
         """Forget the failure of the task before, unless this one is about it."""
         if self._failed and job.run.debugged != POST_MORTEM:
             self._failed.pop(threading.get_ident(), None)
 
-    def failed(self, job: Job, problem: BaseException) -> None:
+    def failed(self, job: ReadyTask, problem: BaseException) -> None:
         """Keep the frames of a task that has failed, and show them if that is wanted."""
         trace = problem.__traceback__
         mode = job.run.debugged
@@ -100,7 +100,7 @@ class Debuggers:
                 # If the client has no terminal, the task's own failure is what counts.
                 self._debugger(job).look_at(trace, f"{type(problem).__name__}: {problem}")
 
-    def look_back(self, job: Job) -> None:
+    def look_back(self, job: ReadyTask) -> None:
         """Open a debugger in the frames of the task that ran before, and has failed."""
         trace = self._failed.get(threading.get_ident())
         if trace is None:
@@ -110,7 +110,7 @@ class Debuggers:
             )
         self._debugger(job).look_at(trace)
 
-    def end(self, job: Job) -> None:
+    def end(self, job: ReadyTask) -> None:
         """End a task's debugger: it must neither stop in the next task nor keep this one's data."""
         debugger = self._debuggers.pop(job.run.task, None)
         console = self._consoles.get(job.run.task)
@@ -120,7 +120,7 @@ class Debuggers:
             console.close()
             del self._consoles[job.run.task]
 
-    def _debugger(self, job: Job) -> TaskDebugger:
+    def _debugger(self, job: ReadyTask) -> TaskDebugger:
         debugger = self._debuggers.get(job.run.task)
         if debugger is None:
             # Imported here: few tasks need it, and it takes an executor 20 ms.
@@ -137,7 +137,7 @@ class Debuggers:
         setting = os.environ.get("PYTHONBREAKPOINT", "")
         if setting == "0":
             return None
-        # A forked process must not touch the lock on the jobs: nobody may be there to release it.
+        # A forked process must not touch the lock on the tasks: nobody may be there to release it.
         is_here = os.getpid() == self._pid
         job = self._job_of(current_task.get()) if is_here else None
         mode = NEVER if job is None else job.run.debugged

@@ -57,14 +57,13 @@ from skyward.worker.definitions import Definitions
 from skyward.worker.inbox import Inbox
 from skyward.worker.inspection import Inspection
 from skyward.worker.interrupts import Interrupted, Interrupts
-from skyward.worker.jobs import Job
 from skyward.worker.outbox import Outbox
 from skyward.worker.output import NumberLog, ProcessCapture, ThreadCapture, current_task
 from skyward.worker.pending import PendingTasks
-from skyward.worker.places import JobPlaces
-from skyward.worker.reader import JobReader
+from skyward.worker.places import ReadyTask, TaskPlaces
+from skyward.worker.reader import TaskReader
 from skyward.worker.relay import Relay
-from skyward.worker.running import JobRunner, Leave
+from skyward.worker.running import Leave, TaskRunner
 from skyward.worker.streams import InputStream
 from skyward.worker.task_board import SPARE, TaskBoard, TaskRing
 from skyward.worker.task_output import TaskOutput
@@ -79,7 +78,7 @@ class Executor:
     def __init__(self, config: ExecutorConfig) -> None:
         self._config = config
         self._pid = os.getpid()
-        self._places = JobPlaces(
+        self._places = TaskPlaces(
             config.threads or 1, lambda message: self._client.send(message), self._run_in_place
         )
         self._credentials = Credentials(*config.credentials) if config.credentials else None
@@ -104,13 +103,13 @@ class Executor:
         )
         self._log = NumberLog(self._asking_job, lambda message: self._client.tell(message))
         curves.install(self._log)
-        self._runner = JobRunner(
+        self._runner = TaskRunner(
             self._hooks, self._interrupts, self._capture, self._log, self._debuggers, self._hurry
         )
         self._listener = Listener(config.where, config.pool, self._credentials, self._accept)
-        self._reader: JobReader[Prepare | None] | None = None
+        self._reader: TaskReader[Prepare | None] | None = None
         self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """A token for each job; a helper may run the job before the token is taken."""
+        """A token for each task; a helper may run the task before the token is taken."""
 
     def _await_client(self) -> None:
         """Make all that belongs to one client, empty, for the client that comes."""
@@ -252,7 +251,7 @@ class Executor:
 
     def _admit(self, run: Run, pieces: Pieces) -> None:
         """Queue a task whose buffers and definitions are all here."""
-        job = Job(run, pieces, [])
+        job = ReadyTask(run, pieces, [])
         if run.inputs:
             channel, streams = self._client.channel, range(len(run.inputs))
             job.inputs = [InputStream(run.task, each, channel, self._hurry) for each in streams]
@@ -276,8 +275,8 @@ class Executor:
         if self._reader is not None:
             self._reader.hurry()
 
-    def _running_job(self, task: int) -> Job | None:
-        """A job that runs; with 0, the one that runs alone."""
+    def _running_job(self, task: int) -> ReadyTask | None:
+        """A task that runs; with 0, the one that runs alone."""
         with self._places.lock:
             if not task and not self._config.threads:
                 return next(iter(self._places.running.values()), None)
@@ -362,7 +361,7 @@ class Executor:
 
     def _serve(self) -> None:
         if not self._config.threads:
-            self._reader = JobReader(self._read_one, lambda: bool(self._pending))
+            self._reader = TaskReader(self._read_one, lambda: bool(self._pending))
             while True:
                 prepare = self._reader.next()
                 if prepare is not None:
@@ -402,8 +401,8 @@ class Executor:
             if (job := self._places.begin_next()) is not None:
                 copy_context().run(self._run_job, job, self._board.rings[slot])
 
-    def _run_in_place(self, job: Job) -> None:
-        """Run a job on a helper, in the place of one that waits."""
+    def _run_in_place(self, job: ReadyTask) -> None:
+        """Run a task on a helper, in the place of one that waits."""
         ring = self._spare.pop() if self._spare else None
         try:
             copy_context().run(self._run_job, job, ring)
@@ -411,7 +410,7 @@ class Executor:
             if ring is not None:
                 self._spare.append(ring)
 
-    def _run_job(self, job: Job, ring: TaskRing | None) -> None:
+    def _run_job(self, job: ReadyTask, ring: TaskRing | None) -> None:
         try:
             if ring is not None:
                 ring.begin(job.run.task, job.run.name)
@@ -448,8 +447,8 @@ class Executor:
                     self._capture.share()
             return self._nested
 
-    def _asking_job(self) -> Job | None:
-        """The job that this thread belongs to; without a context, the only one that runs."""
+    def _asking_job(self) -> ReadyTask | None:
+        """The task that this thread belongs to; without a context, the only one that runs."""
         task = current_task.get()
         with self._places.lock:
             running = self._places.running

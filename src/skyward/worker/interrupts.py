@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from skyward.state.connection import Slot, wait_readable
-from skyward.worker.jobs import Job
+from skyward.worker.places import ReadyTask
 
 AGAIN_SECONDS = 0.005
 """How long an interrupt waits before its next attempt, if it found our own code running."""
@@ -43,19 +43,19 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Raises `Interrupted` in the function of a job."""
+    """Raises `Interrupted` in the function of a task."""
 
     def __init__(self, *, threads: bool) -> None:
-        """`threads` says whether jobs run on threads; otherwise they run on the main thread."""
+        """`threads` says whether tasks run on threads; otherwise they run on the main thread."""
         self._threads = threads
         self._main = threading.main_thread().ident or 0
-        self._meant: Job | None = None
+        self._meant: ReadyTask | None = None
         self._meant_as: type[KeyboardInterrupt] = Interrupted
-        self.calling: dict[int, Job] = {}
-        """For each thread, the job whose function is being called there."""
+        self.calling: dict[int, ReadyTask] = {}
+        """For each thread, the task whose function is being called there."""
 
-    def raise_in(self, job: Job, kind: type[KeyboardInterrupt] = Interrupted) -> None:
-        """Interrupt the function of a job that runs: cancelled, or with a plain Ctrl-C."""
+    def raise_in(self, job: ReadyTask, kind: type[KeyboardInterrupt] = Interrupted) -> None:
+        """Interrupt the function of a task that runs: cancelled, or with a plain Ctrl-C."""
         if self._threads or job.thread != self._main:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(job.thread), ctypes.py_object(kind)
@@ -66,7 +66,7 @@ class Interrupts:
             signal.pthread_kill(self._main, signal.SIGINT)
 
     def on_signal(self, _: int, frame: types.FrameType | None) -> None:
-        """Handle SIGINT: raise in the cancelled job, and only while it is in the user's code."""
+        """Handle SIGINT: raise in the cancelled task, and only while it is in the user's code."""
         job, self._meant = self._meant, None
         kind, self._meant_as = self._meant_as, Interrupted
         if job is None or job is not self.calling.get(self._main):

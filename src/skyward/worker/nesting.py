@@ -50,8 +50,7 @@ from skyward.wire.messages import (
 )
 from skyward.worker.client import ClientConnection
 from skyward.worker.interrupts import Interrupted, await_other
-from skyward.worker.jobs import Job
-from skyward.worker.places import JobPlaces
+from skyward.worker.places import ReadyTask, TaskPlaces
 from skyward.worker.streams import InputStream
 
 _callbacks = Staff("skyward-callback", 64)
@@ -67,11 +66,11 @@ class NestedPool:
     def __init__(
         self,
         client: ClientConnection,
-        places: JobPlaces,
-        current: Callable[[], Job | None],
+        places: TaskPlaces,
+        current: Callable[[], ReadyTask | None],
         hurry: Callable[[], None],
     ) -> None:
-        """`current` finds the job that asks; `hurry` has another thread read now."""
+        """`current` finds the task that asks; `hurry` has another thread read now."""
         self._client, self._places, self._current, self._hurry = client, places, current, hurry
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
@@ -248,10 +247,10 @@ class NestedPool:
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled
             future.set_result(stream)
 
-    # What becomes of the jobs that ask.
+    # What becomes of the tasks that ask.
 
-    def wake(self, job: Job) -> None:
-        """Interrupt the waits of a job that is cancelled, on all its threads."""
+    def wake(self, job: ReadyTask) -> None:
+        """Interrupt the waits of a task that is cancelled, on all its threads."""
         for future in list(self._calls.values()):
             if future.job is job:
                 with contextlib.suppress(concurrent.futures.InvalidStateError):
@@ -259,23 +258,23 @@ class NestedPool:
         for stream in self._streams_of(job):
             stream.interrupt()
 
-    def give_up(self, job: Job) -> None:
-        """Have the client give up the calls of a job that has failed."""
+    def give_up(self, job: ReadyTask) -> None:
+        """Have the client give up the calls of a task that has failed."""
         for future in list(self._calls.values()):
             if future.job is job:
                 self._drop(future.number)
         for stream in self._streams_of(job):
             stream.close()
 
-    def _streams_of(self, job: Job) -> list[NestedStream]:
+    def _streams_of(self, job: ReadyTask) -> list[NestedStream]:
         with self._opening:
             return [stream for stream in self._streams.values() if stream.job is job]
 
     @contextlib.contextmanager
     def waiting(self, wake: Callable[[], object] | None) -> Iterator[None]:
-        """Give the place of the job that asks up for the time that it waits.
+        """Give the place of the task that asks up for the time that it waits.
 
-        `wake` ends the wait, if this thread does nothing else. Raises `Interrupted` if the job was
+        `wake` ends the wait, if this thread does nothing else. Raises `Interrupted` if the task was
         cancelled meanwhile.
         """
         if not self.is_here:
@@ -297,7 +296,7 @@ class NestedPool:
 class NestedFuture(Future[Any]):
     """The result of a task that a task has started."""
 
-    def __init__(self, pool: NestedPool, number: int, job: Job | None) -> None:
+    def __init__(self, pool: NestedPool, number: int, job: ReadyTask | None) -> None:
         super().__init__()
         self.pool, self.number, self.job = pool, number, job
         self._pieces: Pieces | None = None
@@ -407,7 +406,7 @@ class NestedStream(InputStream):
         self,
         pool: NestedPool,
         number: int,
-        job: Job | None,
+        job: ReadyTask | None,
         channel: Any,
         hurry: Callable[[], None],
     ) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from skyward import context
 from skyward.context import Route, RoutedStream
 from skyward.wire.messages import Logged
-from skyward.worker.jobs import Job
+from skyward.worker.places import ReadyTask
 
 PIPE_SIZE = 1 << 20
 BAR_SECONDS = 0.1
@@ -277,9 +277,9 @@ class NumberLog:
     """Sends what tasks log, from a thread of its own: a task never waits for the client."""
 
     def __init__(
-        self, asking_job: Callable[[], Job | None], send: Callable[[Logged], None]
+        self, asking_job: Callable[[], ReadyTask | None], send: Callable[[Logged], None]
     ) -> None:
-        """`asking_job` finds the job of a thread that a task has started."""
+        """`asking_job` finds the task that has started a thread."""
         self._asking_job, self._send = asking_job, send
         self.rows: list[tuple[int, int | None, dict[str, float]]] = []
         """What has not been sent yet."""

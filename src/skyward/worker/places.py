@@ -1,6 +1,6 @@
-"""Places: which jobs of an executor run, which wait for a place, and which have given theirs up.
+"""Places: which tasks of an executor run, which wait for a place, and which have given theirs up.
 
-A job that waits for tasks that it has started gives its place up. Then a helper, a thread besides
+A task that waits for tasks that it has started gives its place up. Then a helper, a thread besides
 those that run tasks, runs another one. When the first goes on, both run until one of them ends.
 """
 
@@ -10,67 +10,97 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from skyward import instances
 from skyward.errors import PoolError
+from skyward.objects.payloads import Pieces
 from skyward.staff import Staff
-from skyward.wire.messages import Message, Waits
-from skyward.worker.jobs import Job
+from skyward.wire.messages import Message, Places, Run, Waits
+from skyward.worker.streams import InputStream, OutputStream
+
+if TYPE_CHECKING:
+    import torch
 
 WAITING_MAX = 1000
 """How many tasks of an executor may wait for others at a time; each has a thread."""
 
 
-class JobPlaces:
-    """The jobs of one executor."""
+@dataclass(slots=True)
+class ReadyTask:
+    """A task whose arguments are complete: it waits for its turn, then runs."""
+
+    run: Run
+    pieces: Pieces
+    inputs: list[InputStream]
+    output: OutputStream | None = None
+    """None until the function has returned a generator."""
+    cancelled: bool = False
+    thread: int = 0
+    """The thread that runs the task."""
+    waits: int = 0
+    """How often the task, on all its threads, waits now for tasks that it has started."""
+    wake: Callable[[], object] | None = None
+    """Ends the wait of the thread that runs the task, if that waits for tasks."""
+    woken: bool = False
+    """Whether that wait must end with an interrupt."""
+    opened: list[tuple[torch.UntypedStorage, bytes]] = field(default_factory=list)
+    """The device's storages among the arguments, if the result stays: it may have them, too."""
+    places: queue.SimpleQueue[Places | None] | None = None
+    """If the result stays: the client's answer to `Room`, or None if the task was cancelled."""
+
+
+class TaskPlaces:
+    """The tasks of one executor."""
 
     def __init__(
-        self, slots: int, tell: Callable[[Message], None], run: Callable[[Job], None]
+        self, slots: int, tell: Callable[[Message], None], run: Callable[[ReadyTask], None]
     ) -> None:
-        """`slots` is how many jobs have places. `tell` sends the client a message.
+        """`slots` is how many tasks have places. `tell` sends the client a message.
 
-        `run` runs a job on a helper.
+        `run` runs a task on a helper.
         """
         self.lock = threading.Lock()
-        """For all attributes; the changes of a job that belong together are made under it."""
-        self.waiting: OrderedDict[int, Job] = OrderedDict()
-        """The jobs that have not begun, in the order in which they came."""
-        self.waiting_apart: dict[int, Job] = {}
-        """The jobs of objects with places of their own that have not begun."""
-        self.running: dict[int, Job] = {}
+        """For all attributes; the changes of a task that belong together are made under it."""
+        self.waiting: OrderedDict[int, ReadyTask] = OrderedDict()
+        """The tasks that have not begun, in the order in which they came."""
+        self.waiting_apart: dict[int, ReadyTask] = {}
+        """The tasks of objects with places of their own that have not begun."""
+        self.running: dict[int, ReadyTask] = {}
         self.awaited = 0
-        """How many threads wait until a job ends, or gives its place up."""
+        """How many threads wait until a task ends, or gives its place up."""
         self._slots, self._tell, self._run = slots, tell, run
         self._given_up: set[int] = set()
-        """The running jobs that have no place, because they wait for others."""
+        """The running tasks that have no place, because they wait for others."""
         self._running_apart = 0
-        """How many jobs of objects with places of their own run."""
+        """How many tasks of objects with places of their own run."""
         self._freed = threading.Condition(self.lock)
         self._telling = threading.Lock()
         """So that the client hears of waits in their order."""
         self._helpers = Staff("skyward-task", 2 * WAITING_MAX)
-        self._apart: dict[str, queue.SimpleQueue[Job | None]] = {}
-        """For each object with a place of its own, the jobs of its thread."""
+        self._apart: dict[str, queue.SimpleQueue[ReadyTask | None]] = {}
+        """For each object with a place of its own, the tasks of its thread."""
 
-    def find(self, task: int) -> Job | None:
-        """A job that waits or runs."""
+    def find(self, task: int) -> ReadyTask | None:
+        """A task that waits or runs."""
         with self.lock:
             waiting = self.waiting.get(task) or self.waiting_apart.get(task)
             return waiting or self.running.get(task)
 
-    def take_waiting(self, task: int) -> Job | None:
-        """Remove a job that has not begun; the caller holds the lock."""
+    def take_waiting(self, task: int) -> ReadyTask | None:
+        """Remove a task that has not begun; the caller holds the lock."""
         return self.waiting.pop(task, None) or self.waiting_apart.pop(task, None)
 
-    def add(self, job: Job) -> bool:
-        """Take a job; returns whether a helper should run it, since the other threads may wait."""
+    def add(self, job: ReadyTask) -> bool:
+        """Take a task; returns whether a helper should run it, since the other threads may wait."""
         with self.lock:
             self.waiting[job.run.task] = job
             threads = len(self.running) - self._running_apart
             return self._slots <= threads < self._slots + len(self._given_up)
 
-    def add_apart(self, job: Job) -> None:
-        """Take a job of an object that has a place of its own, on the object's thread."""
+    def add_apart(self, job: ReadyTask) -> None:
+        """Take a task of an object that has a place of its own, on the object's thread."""
         key = job.run.apart
         with self.lock:
             begins = key not in self._apart
@@ -84,7 +114,7 @@ class JobPlaces:
             ).start()
 
     def _serve_apart(self, key: str) -> None:
-        """Run the jobs of one object, until there is none and the object is gone."""
+        """Run the tasks of one object, until there is none and the object is gone."""
         jobs = self._apart[key]
         while True:
             job = jobs.get()
@@ -108,8 +138,8 @@ class JobPlaces:
             for jobs in self._apart.values():
                 jobs.put(None)
 
-    def begin_next(self, *, waits: bool = True) -> Job | None:
-        """The job that has waited longest; None if others began all jobs.
+    def begin_next(self, *, waits: bool = True) -> ReadyTask | None:
+        """The task that has waited longest; None if others began all tasks.
 
         Waits until it has a place, or gives None if it has none.
         """
@@ -117,8 +147,8 @@ class JobPlaces:
             if self.waiting and not self._has_room():
                 if not waits:
                     return None
-                # A helper runs a job in the place of one that goes on, or has ended. The count
-                # comes first: who ends a job looks at it, without the lock.
+                # A helper runs a task in the place of one that goes on, or has ended. The count
+                # comes first: who ends a task looks at it, without the lock.
                 self.awaited += 1
                 while self.waiting and not self._has_room():
                     self._freed.wait()
@@ -133,10 +163,10 @@ class JobPlaces:
     def _has_room(self) -> bool:
         return len(self.running) - self._running_apart - len(self._given_up) < self._slots
 
-    def free(self, job: Job) -> None:
-        """Let another job have the place of one that has ended.
+    def free(self, job: ReadyTask) -> None:
+        """Let another task have the place of one that has ended.
 
-        Most jobs need only be removed from `running`: they had a place that no thread waits for.
+        Most tasks need only be removed from `running`: they had a place that no thread waits for.
         """
         with self.lock:
             ended = self.running.pop(job.run.task, None)
@@ -146,18 +176,20 @@ class JobPlaces:
             self._freed.notify_all()
 
     def help(self) -> None:
-        """Have a helper run jobs in the places of those that wait."""
+        """Have a helper run tasks in the places of those that wait."""
         self._helpers.run(self._help)
 
     def _help(self) -> None:
         while (job := self.begin_next(waits=False)) is not None:
             self._run(job)
 
-    def begin_wait(self, job: Job | None, wake: Callable[[], object] | None) -> Job | None:
-        """Give the place of a job up: it waits for tasks that it has started.
+    def begin_wait(
+        self, job: ReadyTask | None, wake: Callable[[], object] | None
+    ) -> ReadyTask | None:
+        """Give the place of a task up: it waits for tasks that it has started.
 
-        Without a job, some job whose own thread does not wait, if there is one: the caller is a
-        thread of one of them. Returns the job, for `end_wait`. `wake` ends the wait.
+        Without a task, some task whose own thread does not wait, if there is one: the caller is a
+        thread of one of them. Returns the task, for `end_wait`. `wake` ends the wait.
         """
         with self._telling:
             with self.lock:
@@ -185,8 +217,8 @@ class JobPlaces:
             self.help()
         return job
 
-    def end_wait(self, job: Job) -> bool:
-        """Have a job go on, also if another one runs in its place; returns whether it must end."""
+    def end_wait(self, job: ReadyTask) -> bool:
+        """Have a task go on, also if another one runs in its place; returns whether it must end."""
         with self._telling:
             with self.lock:
                 job.waits -= 1

@@ -21,13 +21,13 @@ PAUSE_SECONDS = 0.5
 J = TypeVar("J")
 
 
-class JobReader(Generic[J]):
-    """Two threads take turns to read: the thread that holds the lock reads. Jobs are queued."""
+class TaskReader(Generic[J]):
+    """Two threads take turns to read: the thread that holds the lock reads. Tasks are queued."""
 
     def __init__(
         self, read_one: Callable[[], None], elsewhere: Callable[[], bool] = lambda: False
     ) -> None:
-        """`elsewhere` says whether a third thread may put a job at any time."""
+        """`elsewhere` says whether a third thread may put a task at any time."""
         self._read_one = read_one
         self._elsewhere = elsewhere
         self._jobs: queue.SimpleQueue[J] = queue.SimpleQueue()
@@ -36,19 +36,19 @@ class JobReader(Generic[J]):
         self._begun = 0
         self._running = False
         self._handed_over = False
-        """Whether the main thread waits for a job, and leaves reading to the second thread."""
+        """Whether the main thread waits for a task, and leaves reading to the second thread."""
         self._asleep = False
         threading.Thread(target=self._stand_by, name="skyward-reader", daemon=True).start()
 
     def put(self, job: J) -> None:
-        """Queue a job; the thread that reads calls this."""
+        """Queue a task; the thread that reads calls this."""
         self._jobs.put(job)
 
     def next(self) -> J:
-        """The next job; reads until there is one, unless the second thread reads."""
+        """The next task; reads until there is one, unless the second thread reads."""
         self._running = False
         while True:
-            # No other thread takes jobs; and an exception would take longer than this look.
+            # No other thread takes tasks; and an exception would take longer than this look.
             if not self._jobs.empty():
                 job = self._jobs.get()
                 break
@@ -74,7 +74,7 @@ class JobReader(Generic[J]):
         return job
 
     def hurry(self) -> None:
-        """Have the second thread read now: the running job is about to wait for the client."""
+        """Have the second thread read now: the running task is about to wait for the client."""
         self._hurry.set()
 
     def _stand_by(self) -> None:
@@ -87,8 +87,8 @@ class JobReader(Generic[J]):
                 seen, seen_at = self._begun, now
             elif (self._running or self._handed_over) and self._turn.acquire(blocking=False):
                 try:
-                    # Read while this job runs, even if other jobs wait: the client may cancel the
-                    # job, or send credit. Then read until the next job, and return the turn.
+                    # Read while this task runs, even if other tasks wait: the client may cancel the
+                    # task, or send credit. Then read until the next task, and return the turn.
                     begun = self._begun
                     while self._jobs.empty() or (self._running and self._begun == begun):
                         self._read_one()

@@ -1,4 +1,4 @@
-"""Running: a job's function is called, and its value, items or failure become messages."""
+"""Running: a task's function is called, and its value, items or failure become messages."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 from skyward import context
 from skyward.objects import encoding, references, tensors
 from skyward.wire.messages import POST_MORTEM, Credit, End, Item, Message, Missing, Result
-from skyward.worker import failures, jobs, staying, tracing
+from skyward.worker import failures, staying, tracing
 from skyward.worker.client import ClientConnection
 from skyward.worker.debugging import Debuggers
 from skyward.worker.definitions import Definitions
 from skyward.worker.hooks import Entered
 from skyward.worker.interrupts import Interrupted, Interrupts
-from skyward.worker.jobs import Job
 from skyward.worker.outbox import Sendable
 from skyward.worker.output import NumberLog, ProcessCapture, ThreadCapture, current_task
-from skyward.worker.streams import OutputStream
+from skyward.worker.places import ReadyTask
+from skyward.worker.streams import InputStream, OutputStream
 
 
 class Leave(BaseException):
     """Raised on the main thread when the process must leave its hooks and end."""
 
 
-class JobRunner:
-    """Runs jobs, each on the thread that asks for it."""
+class TaskRunner:
+    """Runs tasks, each on the thread that asks for it."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class JobRunner:
         debuggers: Debuggers,
         hurry: Callable[[], None],
     ) -> None:
-        """`hurry` has another thread read what the client sends, while a job waits for it."""
+        """`hurry` has another thread read what the client sends, while a task waits for it."""
         self._hooks, self._interrupts, self._capture = hooks, interrupts, capture
         self._log, self._debuggers, self._hurry = log, debuggers, hurry
 
     def run(
-        self, job: Job, client: ClientConnection, definitions: Definitions
+        self, job: ReadyTask, client: ClientConnection, definitions: Definitions
     ) -> tuple[Message, Sendable | None]:
-        """Run a job, and return the last message about it."""
+        """Run a task, and return the last message about it."""
         token = current_task.set(job.run.task)
         inside = context.inside.set(True)
         self._capture.begin(job.run.task)
@@ -93,7 +93,7 @@ class JobRunner:
         return outcome
 
     def _call(
-        self, job: Job, client: ClientConnection, definitions: Definitions
+        self, job: ReadyTask, client: ClientConnection, definitions: Definitions
     ) -> tuple[Any, bool]:
         """The function's value; the flag says whether its items have been streamed already."""
         if job.run.debugged == POST_MORTEM:
@@ -111,7 +111,7 @@ class JobRunner:
             finally:
                 tensors.watch_opened(None)
         if job.inputs:
-            args, kwargs = jobs.with_streams(args, kwargs, job.inputs)
+            args, kwargs = _with_streams(args, kwargs, job.inputs)
         job.pieces = (memoryview(b""), [], [])
         self._interrupts.calling[job.thread] = job
         if job.cancelled:
@@ -126,7 +126,7 @@ class JobRunner:
 
             value = asyncio.run(value)
         if isinstance(value, types.AsyncGeneratorType):
-            value = jobs.drained(value)
+            value = _drained(value)
         if not isinstance(value, types.GeneratorType):
             self._interrupts.calling.pop(job.thread, None)
             return value, False
@@ -134,13 +134,13 @@ class JobRunner:
         self._interrupts.calling.pop(job.thread, None)
         return None, True
 
-    def _pack(self, job: Job, client: ClientConnection, value: Any, what: str) -> Sendable:
+    def _pack(self, job: ReadyTask, client: ClientConnection, value: Any, what: str) -> Sendable:
         if not job.run.stays:
             return client.pack(value, what)
         send = client.send
         return client.lay_out(staying.encode(job, value, what, send, self._hurry))
 
-    def _stream(self, job: Job, client: ClientConnection, generator: Any) -> None:
+    def _stream(self, job: ReadyTask, client: ClientConnection, generator: Any) -> None:
         output = job.output = OutputStream(
             self._hurry, lambda permitted: client.send(Credit(job.run.task, -1, permitted))
         )
@@ -159,7 +159,34 @@ class JobRunner:
                 client.send(Item(job.run.task, -1, sendable[0]), sendable)
 
     def _failure(
-        self, job: Job, client: ClientConnection, problem: BaseException, ran: float
+        self, job: ReadyTask, client: ClientConnection, problem: BaseException, ran: float
     ) -> tuple[Message, Sendable | None]:
         cancelled = job.cancelled and isinstance(problem, (Interrupted, GeneratorExit))
         return failures.report(problem, job.run.task, ran, client.pack, cancelled=cancelled)
+
+
+def _with_streams(
+    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[InputStream]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with input streams in place of the references to them."""
+
+    def filled(value: Any) -> Any:
+        return inputs[value.index] if isinstance(value, encoding.StreamRef) else value
+
+    return tuple(map(filled, args)), {name: filled(value) for name, value in kwargs.items()}
+
+
+def _drained(items: Any) -> Any:
+    """An async generator as a plain one."""
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    try:
+        while True:
+            try:
+                yield loop.run_until_complete(anext(items))
+            except StopAsyncIteration:
+                return
+    finally:
+        loop.run_until_complete(items.aclose())
+        loop.close()

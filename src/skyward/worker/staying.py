@@ -10,11 +10,15 @@ from skyward.objects.encoding import Encoded
 from skyward.objects.staying import StayingBook
 from skyward.wire.messages import Message, Room
 from skyward.worker.interrupts import Interrupted
-from skyward.worker.jobs import Job
+from skyward.worker.places import ReadyTask
 
 
 def encode(
-    job: Job, value: Any, what: str, send: Callable[[Message], None], hurry: Callable[[], None]
+    job: ReadyTask,
+    value: Any,
+    what: str,
+    send: Callable[[Message], None],
+    hurry: Callable[[], None],
 ) -> Encoded:
     """Encode a result and leave its tensors on the device; if that cannot be, send their bytes."""
     book = StayingBook(job.opened)
