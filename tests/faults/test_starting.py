@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import socket
 import sys
 import threading
 import time
@@ -364,3 +365,19 @@ def test_a_loop_that_cannot_be_made_is_an_error_and_not_a_wait(
     loop.call_soon_threadsafe(loop.stop)
     eventually(lambda: not loop.is_running())
     loop.close()
+
+
+def test_a_connection_that_is_made_too_late_is_closed(eventually: Eventually) -> None:
+    made: list[socket.socket] = []
+    waits = threading.Event()
+
+    async def dial(endpoint: str) -> socket.socket:
+        await asyncio.to_thread(waits.wait)
+        made.append(socket.socket())
+        return made[0]
+
+    machine: Any = SimpleNamespace(dial=dial, direct=None, id="slow")
+    with pytest.raises(TimeoutError, match=r"unix:there on slow was not reached in 0\.01 s"):
+        hosts.Routes(machine, "", here=True).dial("unix:there", 0.01)
+    waits.set()
+    eventually(lambda: made and made[0].fileno() == -1, what="the end of the late connection")

@@ -619,9 +619,18 @@ class Routes:
             opening = provider_loop.submit(self._machine.dial(endpoint))
         try:
             return opening.result(seconds)
-        except concurrent.futures.TimeoutError:
-            opening.cancel()
-            raise TimeoutError(f"{endpoint} on {self._machine.id} was not reached") from None
+        except BaseException as problem:
+            # Not cancelled: the socket of a connection that is just being made would be lost.
+            opening.add_done_callback(_close_late)
+            if isinstance(problem, concurrent.futures.TimeoutError):
+                where = f"{endpoint} on {self._machine.id}"
+                raise TimeoutError(f"{where} was not reached in {seconds:g} s") from None
+            raise
+
+
+def _close_late(opening: concurrent.futures.Future[socket.socket]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 class Approach:
