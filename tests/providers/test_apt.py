@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from skyward.bootstrap import preparation
-from skyward.bootstrap.preparation import Environment
+from skyward import bootstrap
+from skyward.bootstrap import Environment
 from skyward.errors import ImageError
 from skyward.providers.container.machine import ContainerMachine
 from skyward.providers.container.service import NODE, POOL, Service
@@ -44,7 +44,7 @@ class Debian:
         self.phases.clear()
         pool = NAME.split("-")[1]
         return asyncio.run(
-            preparation.prepare(self.machine, pool, 0, image, self.phases.append, print)
+            bootstrap.prepare(self.machine, pool, 0, image, self.phases.append, print)
         )
 
     def says(self, *command: str) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from skyward.bootstrap import diagnosis, preparation
-from skyward.bootstrap.preparation import Environment
+from skyward import bootstrap
+from skyward.bootstrap import Environment
 from skyward.bootstrap.recipe import Recipe
 from skyward.bootstrap.wheel import own_wheel
 from skyward.errors import ImageError, PoolStartError
@@ -90,7 +90,7 @@ class Lab:
         return machine
 
     async def prepare(self, machine: Bare, image: Image) -> Environment:
-        return await preparation.prepare(
+        return await bootstrap.prepare(
             machine, POOL, machine.node, image, self.phases.append, self.notes.append
         )
 
@@ -101,7 +101,7 @@ class Lab:
     def close(self) -> None:
         async def clean() -> None:
             for machine, node in self.made:
-                await preparation.remove(machine, POOL, node)
+                await bootstrap.remove(machine, POOL, node)
                 await machine.destroy()
 
         asyncio.run(clean())
@@ -458,7 +458,7 @@ def test_an_agent_lives_on_by_itself_until_it_is_removed(built: Lab) -> None:
     name = node_name(POOL, 0)
     told = config(0, authority.issue(name), "127.0.0.1")
     machine.commands.clear()
-    announced = asyncio.run(preparation.launch(machine, prepared, told))
+    announced = asyncio.run(bootstrap.launch(machine, prepared, told))
     assert len(machine.commands) == 1
     direct, private = announced.endpoints
     assert direct.startswith("tcp:127.0.0.1:")
@@ -482,11 +482,11 @@ def test_an_agent_lives_on_by_itself_until_it_is_removed(built: Lab) -> None:
     agent = psutil.Process(announced.pid)
     assert agent.ppid() != os.getpid()
     assert os.getsid(agent.pid) == agent.pid
-    asyncio.run(preparation.remove(machine, POOL, 0))
+    asyncio.run(bootstrap.remove(machine, POOL, 0))
     assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
     assert not executor.is_running() or executor.status() == psutil.STATUS_ZOMBIE
     assert not Path(prepared.folder).exists()
-    asyncio.run(preparation.remove(machine, POOL, 0))
+    asyncio.run(bootstrap.remove(machine, POOL, 0))
 
 
 def test_removal_ends_no_other_process_that_got_the_number(built: Lab) -> None:
@@ -494,7 +494,7 @@ def test_removal_ends_no_other_process_that_got_the_number(built: Lab) -> None:
     bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         Path(prepared.folder, "agent.pid").write_text(f"{bystander.pid} 1\n")
-        asyncio.run(preparation.remove(machine, POOL, 0))
+        asyncio.run(bootstrap.remove(machine, POOL, 0))
         assert bystander.poll() is None
         assert not Path(prepared.folder).exists()
     finally:
@@ -521,7 +521,7 @@ def test_an_agent_that_does_not_end_is_killed_with_its_children(
         child = psutil.Process(int(said.readline()))
     mark = f"{stubborn.pid} {start_mark(stubborn.pid)}\n"
     Path(prepared.folder, "agent.pid").write_text(mark)
-    asyncio.run(preparation.remove(machine, POOL, 0))
+    asyncio.run(bootstrap.remove(machine, POOL, 0))
     assert stubborn.wait(30) == -signal.SIGKILL
     eventually(
         lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE,
@@ -535,7 +535,7 @@ def test_an_agent_that_cannot_start_says_why(built: Lab) -> None:
     machine, prepared = built.prepared(Image(pip=["iniconfig"]))
     Path(prepared.folder, "agent.sock").touch()
     with pytest.raises(PoolStartError, match=r"(?s)did not start.*Address already in use"):
-        asyncio.run(preparation.launch(machine, prepared, config(0)))
+        asyncio.run(bootstrap.launch(machine, prepared, config(0)))
 
 
 def test_the_output_of_a_failure_shows_no_secrets() -> None:
@@ -545,7 +545,7 @@ def test_the_output_of_a_failure_shows_no_secrets() -> None:
         pip_indexes=[PipIndex("https://me:s3cret@example.org/simple", packages=["b"])],
     )
     lines = ["error: hunter22 at https://me:s3cret@example.org/simple", "s3cret"]
-    message = str(diagnosis.failure(3, "packages", "installing packages", image, "3.11", lines))
+    message = str(bootstrap.failure(3, "packages", "installing packages", image, "3.11", lines))
     assert "hunter22" not in message
     assert "s3cret" not in message
     assert "https://***@example.org/simple" in message
@@ -554,10 +554,10 @@ def test_the_output_of_a_failure_shows_no_secrets() -> None:
 def test_a_failure_for_want_of_rights_or_room_says_so() -> None:
     image = Image(apt=["ffmpeg"], pip=["torch"])
     lines = ["installing system packages takes root, or sudo without a password"]
-    message = str(diagnosis.failure(0, "root", "installing ffmpeg with apt", image, "3.11", lines))
+    message = str(bootstrap.failure(0, "root", "installing ffmpeg with apt", image, "3.11", lines))
     assert "log in there as root" in message
     lines = ["error: failed to write: No space left on device (os error 28)"]
-    message = str(diagnosis.failure(0, "packages", "installing packages", image, "3.11", lines))
+    message = str(bootstrap.failure(0, "packages", "installing packages", image, "3.11", lines))
     assert "make room on the machine" in message
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import skyward as sky
+from skyward import bootstrap
 from skyward.accelerators import Accelerator, Card
-from skyward.bootstrap import preparation
-from skyward.bootstrap.preparation import Environment, check_accelerators
+from skyward.bootstrap import Environment, check_accelerators
 from skyward.providers import Order, Request
 from skyward.providers.local import cards
 from skyward.spec import Image
@@ -21,7 +21,7 @@ from skyward.worker.supervision import nth_card
 from .docker_service import DOCKER, Service, podman, serving
 from .ssh_hosts import Sshd
 
-SCRIPTS = Path(preparation.__file__).parent / "sh"
+SCRIPTS = Path(bootstrap.__file__).parent / "sh"
 
 
 def create(folder: Path, accelerator: Accelerator | None, node: int = 0) -> None:

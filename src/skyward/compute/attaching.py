@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from skyward.bootstrap import preparation
+from skyward import bootstrap
 from skyward.compute import Compute, shown_from_outside
 from skyward.compute.listening import OnEvent, check_callback
 from skyward.context import POOL_VARIABLE
@@ -174,7 +174,7 @@ async def _remove_others(provider: Stopper, pool: str, nodes: list[int]) -> None
     try:
         for machine in await allocation.find():
             if machine.node not in nodes:
-                await preparation.take_down(machine, pool, REMOVE_SECONDS)
+                await bootstrap.take_down(machine, pool, REMOVE_SECONDS)
                 Journal().gone(pool, machine.node)
     finally:
         await allocation.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from skyward.bootstrap import preparation
+from skyward import bootstrap
 from skyward.errors import PoolError
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal, PoolRecord
@@ -65,7 +65,7 @@ async def _halt(journal: Journal, pool: PoolRecord, provider: Stopper) -> Cleane
         found = await _found(provider, allocation, pool)
         there = [machine for machine in found if not machine.ended]
         await asyncio.gather(
-            *(preparation.end_agent(each, pool.id, REMOVE_SECONDS) for each in there)
+            *(bootstrap.end_agent(each, pool.id, REMOVE_SECONDS) for each in there)
         )
         price = await provider.stop(pool.id)
     except Exception as problem:
@@ -194,7 +194,7 @@ async def _destroyed(machine: Machine, pool: str) -> str | None:
         if machine.equipment is not None:
             await machine.destroy()
         else:
-            await preparation.take_down(machine, pool, REMOVE_SECONDS)
+            await bootstrap.take_down(machine, pool, REMOVE_SECONDS)
     except (PoolError, OSError) as problem:
         return f"{machine.id}: {problem}"
     return None

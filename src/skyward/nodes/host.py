@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from skyward.bootstrap import preparation
-from skyward.bootstrap.preparation import Environment
+from skyward import bootstrap
+from skyward.bootstrap import Environment
 from skyward.errors import ConfigurationError, NodeLostError, PoolStartError
 from skyward.market import Offer
 from skyward.nodes import provider_loop
@@ -277,12 +277,12 @@ class Host:
         if self._may_have_remains or order.request.keep:
             # On a host that came back, this removes the old agent's folder, and ends the old agent.
             # So may a machine be that stays, and ended without `sky stop`.
-            await preparation.remove(machine, order.pool, order.node)
+            await bootstrap.remove(machine, order.pool, order.node)
             self._may_have_remains = False
-        environment = await preparation.prepare(
+        environment = await bootstrap.prepare(
             machine, order.pool, order.node, order.request.image, self._order.tell, self._order.note
         )
-        preparation.check_accelerators(environment, order.node, order.request.accelerator)
+        bootstrap.check_accelerators(environment, order.node, order.request.accelerator)
         self._environment = environment
         self.hostname = environment.hostname
         self.accelerators, self.accelerator = environment.accelerators, environment.accelerator
@@ -353,7 +353,7 @@ class Host:
         config.direct = (machine.listens or machine.direct) if machine.direct else ""
         config.forwarded = machine.forwards_to
         self._order.tell("starting the agent")
-        announced = await preparation.launch(machine, self._environment, config)
+        announced = await bootstrap.launch(machine, self._environment, config)
         await asyncio.to_thread(self.routes.try_direct, announced.endpoint)
         self.endpoint, self.agent_pid = announced.endpoint, announced.pid
 
@@ -528,7 +528,7 @@ class Host:
                     if machine.equipment is not None:
                         await machine.destroy()
                     else:
-                        await preparation.take_down(machine, order.pool, seconds + ALIVE_SECONDS)
+                        await bootstrap.take_down(machine, order.pool, seconds + ALIVE_SECONDS)
         except Exception as problem:
             if own:
                 self._order.note(
