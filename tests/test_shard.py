@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyward.sharding import shard
+from skyward.shards import shard
 
 worlds = st.integers(min_value=1, max_value=9)
 seeds = st.integers(min_value=0, max_value=2**32)
@@ -446,7 +446,7 @@ class TestRefusals:
 
 def test_sharding_plain_data_imports_no_framework():
     code = (
-        "import sys; from skyward.sharding import shard; "
+        "import sys; from skyward.shards import shard; "
         "shard([1, 2, 3], (4, 5, 6), shuffle=True, node=0, total_nodes=2); "
         "print(sorted({'torch', 'numpy', 'pandas', 'datasets'} & set(sys.modules)))"
     )

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from skyward.errors import TaskTimeoutError as TaskTimeoutError
     from skyward.errors import WorkerDiedError as WorkerDiedError
     from skyward.functions import Function as Function
+    from skyward.functions import Future as Future
     from skyward.functions import Group as Group
     from skyward.functions import Group as PendingFunctionGroup  # noqa: F401
     from skyward.functions import Pending as Pending
@@ -42,12 +43,11 @@ if TYPE_CHECKING:
     from skyward.functions import function as function
     from skyward.functions import gather as gather
     from skyward.functions import remote as remote
-    from skyward.future import Future as Future
-    from skyward.market import Offer as Offer
     from skyward.nodes.node import NodeView as NodeView
     from skyward.objects.handles import Handle as Handle
     from skyward.objects.handles import put as put
     from skyward.plugins.plugin import Plugin as Plugin
+    from skyward.providers import Offer as Offer
     from skyward.providers.aws import AWS as AWS
     from skyward.providers.container import Container as Container
     from skyward.providers.kubernetes import Kubernetes as Kubernetes
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from skyward.providers.ray import Ray as Ray
     from skyward.providers.slurm import Slurm as Slurm
     from skyward.providers.ssh import SSH as SSH
-    from skyward.sharding import shard as shard
+    from skyward.shards import shard as shard
     from skyward.spec import Image as Image
     from skyward.spec import Nodes as Nodes
     from skyward.spec import Options as Options
@@ -106,14 +106,14 @@ _HOMES = {
     ),
     "functions": (
         "Function",
+        "Future",
         "Group",
         "Pending",
         "function",
         "gather",
         "remote",
     ),
-    "future": ("Future",),
-    "market": ("Offer",),
+    "providers": ("Offer",),
     "nodes.node": ("NodeView",),
     "curves": ("log",),
     "objects.handles": ("Handle", "put"),
@@ -125,7 +125,7 @@ _HOMES = {
     "providers.slurm": ("Slurm",),
     "providers.ray": ("Ray",),
     "providers.ssh": ("SSH",),
-    "sharding": ("shard",),
+    "shards": ("shard",),
     "state": ("barrier", "counter", "dict", "event", "lock", "queue", "set"),
     "spec": ("Image", "Nodes", "Options", "PipIndex", "Project", "Volume", "Worker"),
     "store.checkpoints": ("checkpoint", "restore"),

@@ -14,8 +14,7 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, ge
 from skyward import handles, instances
 from skyward.closing import Closing
 from skyward.errors import ConfigurationError, InstanceLostError, SerializationError
-from skyward.functions import Function, Pending, UnusedCall, Where, call_target
-from skyward.future import Future
+from skyward.functions import Function, Future, Pending, UnusedCall, Where, call_target
 from skyward.groups import InstanceGroup
 
 P = ParamSpec("P")

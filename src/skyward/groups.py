@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 from skyward.closing import Closing
-from skyward.future import Future
+from skyward.functions import Future
 from skyward.handles import TaskHandle, TaskMethod
 
 C = TypeVar("C")

@@ -19,7 +19,7 @@ from typing import Any
 
 from skyward import instances
 from skyward.errors import ConfigurationError, InstanceLostError, StateLostError
-from skyward.future import Future
+from skyward.functions import Future
 from skyward.state.locks import SharedLock
 from skyward.state.queues import SharedQueue
 from skyward.state.reaching import link_for

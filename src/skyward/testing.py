@@ -47,12 +47,12 @@ from skyward.errors import (
     UnavailableError,
     UnreachableError,
 )
-from skyward.market import Offer
 from skyward.providers import (
     Allocation,
     Capabilities,
     Equipment,
     Machine,
+    Offer,
     Order,
     Provider,
     Remains,

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyward.accelerators import Accelerator
-from skyward.market import Offer
-from skyward.providers import Allocation, Order, Request
+from skyward.providers import Allocation, Offer, Order, Request
 from skyward.providers.aws import AWS
 from skyward.providers.aws.machine import AWSMachine
 from skyward.spec import Image

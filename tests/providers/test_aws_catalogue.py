@@ -17,8 +17,7 @@ import pytest
 from skyward import accelerators
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError, UnavailableError
-from skyward.market import Offer
-from skyward.providers import Request
+from skyward.providers import Offer, Request
 from skyward.providers.aws import AWS
 from skyward.providers.aws import catalogue as module
 from skyward.providers.aws.catalogue import Catalogue, place

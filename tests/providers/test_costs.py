@@ -13,14 +13,13 @@ from click.testing import CliRunner
 
 import skyward as sky
 from skyward.cli.main import sky as command
-from skyward.market import Offer, money
 from skyward.nodes import provider_loop
 from skyward.nodes.briefing import TTL_GRACE_SECONDS
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import BOUGHT_IN_VAIN, RETRY_PAUSES, SPARE_SECONDS
-from skyward.providers import Order
+from skyward.providers import Offer, Order, money
 from skyward.testing import Shop, an_offer, plain_request
 
 LOUD = sky.Options(console=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from skyward import includes
 from skyward.errors import ImageError
+from skyward.files import includes
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from skyward import accelerators, errors, plugins
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    "functions": ("Functions and calls", ("functions", "future", "objects", "calls")),
-    "pools": ("Pools", ("compute", "spec", "nodes", "market")),
+    "functions": ("Functions and calls", ("functions", "objects", "calls")),
+    "pools": ("Pools", ("compute", "spec", "nodes")),
     "providers": ("Providers", ("providers",)),
-    "context": ("On the node", ("context", "sharding")),
+    "context": ("On the node", ("context", "shards")),
     "files": ("Files", ("files",)),
     "state": ("Shared state", ("state",)),
     "device": ("The torch device", ("device",)),

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from skyward import includes
 from skyward.accelerators import Accelerator, Card, describe, matching
 from skyward.bootstrap import uv
 from skyward.bootstrap.recipe import Recipe, assignments, normalised, project_name, script
 from skyward.bootstrap.wheel import Wheel, own_wheel
 from skyward.errors import ImageError, PoolStartError, SkywardError
+from skyward.files import includes
 from skyward.providers import Machine
 from skyward.spec import Image
 from skyward.worker.config import AgentConfig

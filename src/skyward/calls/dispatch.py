@@ -55,7 +55,7 @@ from skyward.errors import (
 )
 from skyward.events import EventStream
 from skyward.functions import Function, Pending
-from skyward.future import Future as CallFuture
+from skyward.functions import Future as CallFuture
 from skyward.listeners import Tracking
 from skyward.objects.payloads import Pieces
 from skyward.spec import Options

@@ -11,8 +11,7 @@ from typing import Any, Protocol, Self, TypeVar, overload
 
 from skyward.calls.task import Failed, Task, not_the_end
 from skyward.errors import ConfigurationError
-from skyward.functions import Pending, checked
-from skyward.future import ArrivalSignal, apart
+from skyward.functions import ArrivalSignal, Pending, apart, checked
 
 T = TypeVar("T")
 

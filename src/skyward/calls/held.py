@@ -17,7 +17,7 @@ from skyward.calls.loop import Borrower
 from skyward.calls.task import Task
 from skyward.console import Console
 from skyward.errors import DeadlockError
-from skyward.future import Future
+from skyward.functions import Future
 
 ENDLESS_SECONDS = 5.0
 """How long nothing has moved before a call that waits fails."""

@@ -16,8 +16,7 @@ from skyward.calls.packed import PackedCall
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.relays import RELAY_MIN
 from skyward.errors import ConfigurationError
-from skyward.functions import Pending
-from skyward.future import Future
+from skyward.functions import Future, Pending
 from skyward.objects import encoding, memory
 from skyward.objects.blobs import BLOB_MIN, BlobStore, Sources
 from skyward.objects.code import Code

@@ -15,7 +15,7 @@ from typing import Any
 from skyward.calls.packing import Packer
 from skyward.calls.task import Task
 from skyward.errors import PoolClosedError, TaskCancelledError
-from skyward.future import Future
+from skyward.functions import Future
 from skyward.objects.exceptions import add_note
 from skyward.staff import Staff
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from skyward.calls.task import WINDOW, Answer, StreamItem, StreamItems
 from skyward.closing import Closing
 from skyward.errors import SkywardError
-from skyward.future import apart
+from skyward.functions import apart
 from skyward.objects import encoding, payloads
 from skyward.objects.exceptions import PortableException
 from skyward.wire.channel import Channel

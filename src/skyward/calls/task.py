@@ -17,7 +17,7 @@ from skyward.calls.scheduler import Load
 from skyward.calls.staying import ArrivedTensors, Staying
 from skyward.calls.tracing import CallTrace
 from skyward.errors import RemoteError, SkywardError, TaskCancelledError
-from skyward.future import ArrivalSignal, Future
+from skyward.functions import ArrivalSignal, Future
 from skyward.objects import encoding
 from skyward.objects.exceptions import add_note
 from skyward.objects.payloads import Pieces

@@ -12,7 +12,7 @@ import click
 from skyward.cli import names, output
 from skyward.cli.commands import Command
 from skyward.errors import PoolError
-from skyward.market import money
+from skyward.providers import money
 
 if TYPE_CHECKING:
     from skyward.nodes.cleaning import Cleaned

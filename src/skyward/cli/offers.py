@@ -9,10 +9,10 @@ import click
 
 from skyward.cli import names, output
 from skyward.cli.commands import Command
-from skyward.market import money
+from skyward.providers import money
 
 if TYPE_CHECKING:
-    from skyward.market import Offer
+    from skyward.providers import Offer
 
 _HEADS = (
     "provider",

@@ -13,7 +13,7 @@ from skyward.cli import output
 from skyward.cli.commands import Command
 from skyward.cli.names import kept_pools
 from skyward.cli.pool_details import show_pool
-from skyward.market import money
+from skyward.providers import money
 
 if TYPE_CHECKING:
     from skyward.nodes.journal import PoolRecord

@@ -7,7 +7,7 @@ import click
 from skyward.cli import names, output
 from skyward.cli.commands import Command
 from skyward.cli.down import brought_back
-from skyward.market import money
+from skyward.providers import money
 
 
 @click.command(cls=Command)

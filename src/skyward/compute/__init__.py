@@ -47,10 +47,8 @@ from skyward.errors import (
 from skyward.events import PoolClosed, PoolReady, PoolStarted
 from skyward.files.transfer import Synced
 from skyward.former import METHODS, explained, missing
-from skyward.functions import Function, Pending, as_function, checked
-from skyward.future import Future
+from skyward.functions import Function, Future, Pending, as_function, checked
 from skyward.groups import InstanceGroup
-from skyward.market import AllocationKind
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.keeping import KeptPool
 from skyward.nodes.node import NodeView
@@ -60,7 +58,7 @@ from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks
 from skyward.nodes.usage import NodeUsage
 from skyward.plugins.plugin import Plugin, entered
-from skyward.providers import Provider
+from skyward.providers import AllocationKind, Provider
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
 from skyward.state.link import StateLink
 

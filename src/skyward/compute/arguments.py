@@ -19,7 +19,6 @@ from skyward.compute.choosing import Spec
 from skyward.console.cells import kernel_shell
 from skyward.errors import ConfigurationError
 from skyward.files.copying import PACKAGES
-from skyward.market import AllocationKind, check_allocation, check_region
 from skyward.nodes import keeping
 from skyward.nodes.deliveries import SentFolder
 from skyward.nodes.keeping import KeptPool
@@ -32,7 +31,17 @@ from skyward.plugins.plugin import (
     composed,
     transformed,
 )
-from skyward.providers import Provider, Request, check_provider, is_here, providers_with, sells
+from skyward.providers import (
+    AllocationKind,
+    Provider,
+    Request,
+    check_allocation,
+    check_provider,
+    check_region,
+    is_here,
+    providers_with,
+    sells,
+)
 from skyward.providers.local import Local
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
 

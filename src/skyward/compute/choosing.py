@@ -11,9 +11,15 @@ from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError, UnavailableError
 from skyward.former import explained
-from skyward.market import AllocationKind, check_allocation, check_region
 from skyward.nodes.spec import PoolSpec
-from skyward.providers import Provider, check_provider, sells
+from skyward.providers import (
+    AllocationKind,
+    Provider,
+    check_allocation,
+    check_provider,
+    check_region,
+    sells,
+)
 
 Choose = Literal["cheapest", "first"]
 

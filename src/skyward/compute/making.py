@@ -13,8 +13,7 @@ from skyward.classes import Instance, Making, Residence
 from skyward.compute.broadcasting import outcomes_of
 from skyward.compute.serving import offer
 from skyward.errors import SkywardError
-from skyward.functions import Pending
-from skyward.future import Future
+from skyward.functions import Future, Pending
 from skyward.groups import InstanceGroup
 from skyward.nodes.fleet import Fleet
 from skyward.staff import Staff

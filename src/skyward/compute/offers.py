@@ -12,12 +12,15 @@ from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.console.plain import Quiet
 from skyward.errors import ConfigurationError, SkywardError, UnavailableError
-from skyward.market import AllocationKind, Offer, check_allocation, check_region
 from skyward.providers import (
+    AllocationKind,
+    Offer,
     Provider,
     Request,
     Seller,
+    check_allocation,
     check_provider,
+    check_region,
     providers_with,
     sells,
 )

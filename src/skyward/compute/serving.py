@@ -19,7 +19,7 @@ from skyward.errors import (
     SkywardError,
     StateLostError,
 )
-from skyward.future import Future
+from skyward.functions import Future
 from skyward.nodes.fleet import Fleet
 from skyward.staff import Staff
 from skyward.state.link import StateLink

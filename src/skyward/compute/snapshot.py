@@ -7,11 +7,11 @@ from collections import Counter
 from skyward.compute.stats import done
 from skyward.console import html
 from skyward.console.measures import of_size, size
-from skyward.market import money
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.node import NodeView
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.usage import NodeUsage
+from skyward.providers import money
 
 SHOWN_NODES = 32
 """Of more nodes, the others are shown as numbers."""

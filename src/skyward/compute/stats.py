@@ -6,10 +6,9 @@ import time
 from dataclasses import dataclass
 
 from skyward.calls.dispatch import Counts
-from skyward.market import money
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.spec import PoolSpec
-from skyward.providers import sells
+from skyward.providers import money, sells
 from skyward.spec import Nodes
 
 

@@ -18,7 +18,7 @@ import msgspec
 import platformdirs
 import xxhash
 
-from skyward import includes
+from skyward.files import includes
 from skyward.files.items import FileItem, Listing, parents
 
 GIT_SECONDS = 60.0

@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 from skyward import bootstrap
 from skyward.bootstrap import Environment
 from skyward.errors import ConfigurationError, NodeLostError, PoolStartError
-from skyward.market import Offer
 from skyward.nodes import provider_loop
 from skyward.nodes.agents import ChildAgent, DetachedAgent
 from skyward.nodes.journal import Journal, NoJournal
 from skyward.nodes.keeping import KeptNode
 from skyward.nodes.ledger import Charge, Ledger
-from skyward.providers import Allocation, Machine, Order, Provider
+from skyward.providers import Allocation, Machine, Offer, Order, Provider
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
 from skyward.wire.connecting import GREETING_SECONDS, Dial, connect, direct, host_and_port

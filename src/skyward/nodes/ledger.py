@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from skyward.console.measures import duration
-from skyward.market import Offer, money
+from skyward.providers import Offer, money
 
 
 @dataclass(slots=True, eq=False)

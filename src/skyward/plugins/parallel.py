@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from joblib import parallel, parallel_config, register_parallel_backend
 from joblib.parallel import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase
 
-from skyward.functions import Function, Pending
-from skyward.future import Future
+from skyward.functions import Function, Future, Pending
 
 
 class SlotCount(Protocol):

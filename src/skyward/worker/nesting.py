@@ -27,8 +27,7 @@ from skyward.errors import (
     SerializationError,
     TaskCancelledError,
 )
-from skyward.functions import Pending, checked
-from skyward.future import Future
+from skyward.functions import Future, Pending, checked
 from skyward.objects import encoding
 from skyward.objects.code import Code
 from skyward.objects.encoding import Encoded

@@ -23,8 +23,7 @@ from skyward.errors import (
     PoolError,
     SkywardError,
 )
-from skyward.functions import Pending
-from skyward.future import Future
+from skyward.functions import Future, Pending
 from skyward.nodes.fleet import Fleet
 from skyward.wire.asking import ServiceConnection
 from skyward.worker.kept_jobs import LIVE, JobState, JobView

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from skyward import includes
 from skyward.compute.workbench import Reachable
 from skyward.errors import ConfigurationError, ImageError, NodeLostError
+from skyward.files import includes
 from skyward.wire.asking import PART
 from skyward.worker.kept_jobs import JobView
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, SkywardError, UnavailableError
-from skyward.market import Offer
-from skyward.providers import Capabilities, Remains, Request
+from skyward.providers import Capabilities, Offer, Remains, Request
 from skyward.providers.aws.account import NO_CREDENTIALS, RequestError, is_used
 from skyward.providers.aws.settings import Settings
 

@@ -27,8 +27,7 @@ import platformdirs
 from skyward import accelerators
 from skyward.accelerators import Accelerator, Card
 from skyward.errors import ConfigurationError, UnavailableError, UnreachableError
-from skyward.market import Offer, money
-from skyward.providers import Request
+from skyward.providers import Offer, Request, money
 
 if TYPE_CHECKING:
     from skyward.providers.aws.account import Account

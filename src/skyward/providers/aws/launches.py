@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyward.errors import PoolStartError, SkywardError, UnavailableError
-from skyward.market import Offer, money
-from skyward.providers import Order, Request
+from skyward.providers import Offer, Order, Request, money
 from skyward.providers.allocation import SharedAllocation, WantedMachine
 from skyward.providers.aws import site, tags
 from skyward.providers.aws.account import CAPACITY, PRICE, QUOTA, Account, RequestError

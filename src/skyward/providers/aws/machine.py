@@ -20,8 +20,7 @@ from skyward.errors import (
     SkywardError,
     UnreachableError,
 )
-from skyward.market import Offer
-from skyward.providers import Machine, Order
+from skyward.providers import Machine, Offer, Order
 from skyward.providers.aws import interruption, session, tags
 from skyward.providers.aws.account import RequestError
 from skyward.providers.aws.instances import ENDED, STOPPED, Instance, Instances, state_of

@@ -12,8 +12,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyward import checks, includes
+from skyward import checks
 from skyward.errors import ConfigurationError, ImageError
+from skyward.files import includes
 from skyward.spec import Image
 
 _QUERY_SECONDS = 30.0
