@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,48 @@ def test_a_safetensors_file_goes_out_for_its_own_library(
     with safetensors.safe_open(tmp_path / "m.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "accuracy": "0.5", "note": "text"}
     assert os.listdir(tmp_path) in (["m.safetensors", "store"], ["store", "m.safetensors"])
+
+
+def test_a_safetensors_file_goes_out_of_a_place_that_cannot_be_mapped(
+    same: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("fsspec", reason="fsspec is not installed")
+    value = {"columns": torch.randn(4, 6).T, "large": torch.randn(400_000), "one": torch.ones(1)}
+    far = sky.ModelStore("memory://exchanged")
+    far.save_model(value, "m")
+
+    far.export_file("m", tmp_path / "m.safetensors")
+
+    found = safetensors.load_file(tmp_path / "m.safetensors")
+    assert all(same(found[name], tensor.contiguous()) for name, tensor in value.items())
+    assert os.listdir(tmp_path) == ["m.safetensors"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc/self")
+def test_a_safetensors_file_is_mapped_and_not_copied(tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    safetensors.save_file({"a": torch.ones(1 << 18), "b": torch.ones(5)}, file)
+
+    tensors, _ = exchange.read(file)
+
+    with Path("/proc/self/maps").open() as maps:
+        spans = [line.split()[0].split("-") for line in maps if str(file) in line]
+    assert len(spans) == 1
+    assert all(
+        int(spans[0][0], 16) <= tensor.data_ptr() < int(spans[0][1], 16)
+        for tensor in tensors.values()
+    )
+
+
+def test_a_missing_library_is_named(
+    store: sky.ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save_model({"w": torch.ones(2)}, "m")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+
+    with pytest.raises(sky.errors.ConfigurationError, match=r"install skyward-torch\[torch\]"):
+        store.export_file("m", tmp_path / "m.safetensors")
+    assert os.listdir(tmp_path) == ["store"]
 
 
 def test_tied_weights_go_out_as_safetensors_has_them_and_come_back_tied(
@@ -239,29 +282,34 @@ def test_a_folder_without_a_checkpoint_is_refused(store: sky.ModelStore, tmp_pat
 
 
 HOSTILE = {
-    "too short": (b"", None, b"", "too short for a header"),
-    "endless header": (b"{}", 1 << 60, b"", "does not begin with a whole header"),
+    "too short": (b"", None, b"", "its header is damaged: header too small"),
+    "endless header": (b"{}", 1 << 60, b"", "its header is damaged: header too large"),
     "no JSON": (b"{{", None, b"", "its header is damaged"),
     "not text": (b'{"\xff": 1}', None, b"", "its header is damaged"),
     "a list": (b"[1]", None, b"", "its header is damaged"),
     "deep": (b'{"a":' * 9000, None, b"", "its header is damaged"),
     "metadata": ({"__metadata__": {"a": 1}}, None, b"", "its header is damaged"),
-    "dtype": ({"a": entry([1], 0, 4, "F33")}, None, b"1234", "the dtype 'F33', unknown here"),
+    "dtype": (
+        {"a": entry([1], 0, 4, "F33")},
+        None,
+        b"1234",
+        "unknown variant `F33`",
+    ),
     "negative": ({"a": entry([-1], 0, 4)}, None, b"1234", "its header is damaged"),
-    "shape": ({"a": entry([2], 0, 4)}, None, b"1234", "'a' does not lie where its shape says"),
-    "huge": ({"a": entry([1 << 40] * 9, 0, 4)}, None, b"1234", "does not lie where its shape says"),
-    "hole": ({"a": entry([1], 4, 8)}, None, b"12345678", "does not lie where its shape says"),
+    "shape": ({"a": entry([2], 0, 4)}, None, b"1234", "invalid shape, data type, or offset"),
+    "huge": ({"a": entry([1 << 40] * 9, 0, 4)}, None, b"1234", "overflow computing buffer size"),
+    "hole": ({"a": entry([1], 4, 8)}, None, b"12345678", "invalid offset for tensor `a`"),
     "overlap": (
         {"a": entry([1], 0, 4), "b": entry([1], 0, 4)},
         None,
         b"1234",
-        "'b' does not lie where its shape says",
+        "invalid offset for tensor `b`",
     ),
     "truncated": (
         {"a": entry([2], 0, 8)},
         None,
         b"1234",
-        "4 bytes of data where its header says 8",
+        "file not fully covered",
     ),
     "tied to nothing": (
         {"__metadata__": {"skyward.tied": '{"a": "b"}'}},

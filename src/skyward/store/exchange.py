@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import re
+import tempfile
 import textwrap
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from skyward.checks import argument
-from skyward.errors import StoreError
+from skyward.errors import ConfigurationError, StoreError
 from skyward.objects import memory
 from skyward.store import values
 from skyward.store.catalog import manifest_url
 from skyward.store.load import Loading
-from skyward.store.local import mapped
-from skyward.store.manifest import (
-    HEADER_LIMIT,
-    ITEM_SIZES,
-    RANK_LIMIT,
-    RECENT_DTYPES,
-    Manifest,
-    Size,
-    View,
-    head_of_views,
-)
+from skyward.store.local import LocalFiles, mapped
+from skyward.store.manifest import DTYPES, Manifest, View
 from skyward.store.places import Files
 from skyward.store.progress import Progress
 from skyward.store.values import Number, tensor_at
@@ -44,6 +36,13 @@ _ZIP, _PICKLE, _TAR = b"PK\x03\x04", b"\x80", b"ustar"
 """How a file of torch.save begins: today, before torch 1.6, and in its first year."""
 _TAR_AT = 257
 _BEGINNING = _TAR_AT + len(_TAR)
+INDEX = "model.safetensors.index.json"
+"""The file in a folder that says which of the folder's files holds which tensor."""
+TIED = "skyward.tied"
+"""The metadata field with the names that are left out because they are tied, as JSON."""
+_DTYPES = {*DTYPES, "complex64", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"}
+"""What a safetensors file can hold; objects hold those that only recent versions of the library
+know as plain bytes."""
 
 
 def read(path: Path) -> tuple[Any, dict[str, str]]:
@@ -116,22 +115,6 @@ def write_pickled(value: object, path: Path) -> None:
             raise OSError(str(problem).splitlines()[0].rstrip(".")) from problem
 
 
-def write_safetensors(files: Files, manifest: Manifest, path: Path, progress: Progress) -> None:
-    """Write a version as a safetensors file, whole or not at all."""
-    value = values.outline(manifest.tree, len(manifest.tensors), manifest_url(files, manifest))
-    obstacle = unsuited(value, manifest.tensors)
-    if obstacle:
-        pt = path.with_suffix(".pt").name
-        raise StoreError(
-            f"{manifest.name!r} version {manifest.version} holds {obstacle}, and a safetensors "
-            f"file has named tensors only; write a .pt file: {argument('output', pt, python=pt)}"
-        )
-    named = {name: each.index for name, each in value.items()}
-    loading = Loading(files, manifest, progress)
-    with _whole(path) as temporary:
-        _write(temporary, named, manifest.tensors, manifest.metadata, loading)
-
-
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[Path]:
     """A temporary file beside the path, renamed when it is complete and removed when it is not."""
@@ -151,24 +134,19 @@ def _whole(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-# Safetensors.
-
-INDEX = "model.safetensors.index.json"
-"""The file in a folder that says which of the folder's files holds which tensor."""
-TIED = "skyward.tied"
-"""The metadata field with the names that are left out because they are tied, as JSON."""
-
-_TORCH_DTYPES = {name: dtype for dtype, name in RECENT_DTYPES.items()}
+# Safetensors, which their library reads and writes.
 
 
-class _Listed(msgspec.Struct):
-    dtype: str
-    shape: Annotated[list[Size], msgspec.Meta(max_length=RANK_LIMIT)]
-    data_offsets: tuple[Size, Size]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * ITEM_SIZES[_TORCH_DTYPES[self.dtype]]
+def _library() -> ModuleType:
+    """The library, imported when a file needs it."""
+    try:
+        import safetensors.torch
+    except ImportError as problem:
+        raise ConfigurationError(
+            f"a .safetensors file needs the package safetensors ({problem}); "
+            "install skyward-torch[torch]"
+        ) from None
+    return safetensors
 
 
 class _Index(msgspec.Struct):
@@ -177,23 +155,18 @@ class _Index(msgspec.Struct):
 
 def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a file, mapped and not yet read, and its metadata."""
-    with path.open("rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        if length < 8:
-            raise _refused(path, "it is too short for a header")
-        data = mapped(file.fileno())
-    end = 8 + int.from_bytes(data[:8], "little")
-    if end > min(length, HEADER_LIMIT):
-        raise _refused(path, "it does not begin with a whole header")
+    library = _library()
     try:
-        table = msgspec.json.decode(data[8:end], type=dict[str, msgspec.Raw])
-        facts = msgspec.json.decode(table.pop("__metadata__", b"{}"), type=dict[str, str])
-        entries = {name: msgspec.json.decode(raw, type=_Listed) for name, raw in table.items()}
+        with library.safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            facts = dict(file.metadata() or {})
+    except library.SafetensorError as problem:
+        reason = str(problem).removeprefix("Error while deserializing header: ")
+        raise _refused(path, f"its header is damaged: {textwrap.shorten(reason, 200)}") from None
+    try:
         tied = msgspec.json.decode(facts.pop(TIED, "{}"), type=dict[str, str])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:
+    except msgspec.MsgspecError as problem:
         raise _refused(path, f"its header is damaged: {problem}") from None
-    _check_extents(path, entries, length - end)
-    tensors = {name: _tensor(entry, data[end:]) for name, entry in entries.items()}
     for name, kept in tied.items():
         if name in tensors or kept not in tensors:
             raise _refused(path, f"it ties {name!r} to {kept!r}, which cannot be")
@@ -233,61 +206,76 @@ def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return tensors, facts
 
 
-def _check_extents(path: Path, entries: Mapping[str, _Listed], length: int) -> None:
-    """Each tensor begins where the one before it ends, as the format demands."""
-    at = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        if entry.dtype not in _TORCH_DTYPES:
-            raise _refused(path, f"{name!r} has the dtype {entry.dtype!r}, unknown here")
-        if entry.data_offsets != (at, at + entry.size):
-            raise _refused(path, f"{name!r} does not lie where its shape says")
-        at += entry.size
-    if at != length:
-        raise _refused(path, f"it has {length} bytes of data where its header says {at}")
-
-
-def _tensor(entry: _Listed, data: memoryview) -> torch.Tensor:
-    import torch
-
-    dtype = getattr(torch, _TORCH_DTYPES[entry.dtype])
-    first, last = entry.data_offsets
-    if first == last:
-        return torch.empty(entry.shape, dtype=dtype)
-    count = math.prod(entry.shape)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=first).reshape(entry.shape)
-
-
-def _write(
-    path: Path,
-    named: Mapping[str, int],
-    views: list[View],
-    metadata: Mapping[str, Any],
-    loading: Loading,
-) -> None:
-    """Write tensors, given by name and number, as they are loaded; one object is held at a time.
+def write_safetensors(files: Files, manifest: Manifest, path: Path, progress: Progress) -> None:
+    """Write a version as a safetensors file, whole or not at all.
 
     Of several tied tensors, the first name is kept. The metadata maps each omitted name to the kept
     one, as `safetensors.torch.save_model` writes it and `load_model` expects it.
     """
-    kept, tied = _untied(named, views)
-    head, starts = head_of_views(kept, _facts(metadata, tied))
+    value = values.outline(manifest.tree, len(manifest.tensors), manifest_url(files, manifest))
+    obstacle = _unsuited(value, manifest.tensors)
+    if obstacle:
+        pt = path.with_suffix(".pt").name
+        raise StoreError(
+            f"{manifest.name!r} version {manifest.version} holds {obstacle}, and a safetensors "
+            f"file has named tensors only; write a .pt file: {argument('output', pt, python=pt)}"
+        )
+    named = {name: each.index for name, each in value.items()}
+    kept, tied = _untied(named, manifest.tensors)
+    library = _library()
+    with _whole(path) as temporary, tempfile.TemporaryFile(dir=path.parent, buffering=0) as spool:
+        tensors = _mapped_tensors(files, manifest, kept, spool.fileno(), progress)
+        try:
+            library.torch.save_file(tensors, temporary, _facts(manifest.metadata, tied))
+        except library.SafetensorError as problem:  # the library raises this for a full disk
+            raise OSError(str(problem)) from problem
+
+
+def _mapped_tensors(
+    files: Files, manifest: Manifest, kept: Mapping[str, View], spool: int, progress: Progress
+) -> dict[str, torch.Tensor]:
+    """The tensors to write, none of them in memory that other programs lack.
+
+    The library takes all tensors at once. They are the mapped objects of a folder themselves;
+    fetched ones and those with gaps go through a temporary file, which is mapped in turn.
+    """
+    import torch
+
     by_region: dict[int, list[str]] = {}
-    for name in starts:
-        region = kept[name].region
-        if region is not None:
-            by_region.setdefault(region, []).append(name)
+    for name, view in kept.items():
+        if view.region is not None:
+            by_region.setdefault(view.region, []).append(name)
+    loading = Loading(files, manifest, progress)
     loading.begin(by_region)
-    with path.open("xb", buffering=0) as file:
-        memory.write_all(file.fileno(), 0, memoryview(head))
-        os.truncate(file.fileno(), len(head) + sum(view.packed_size for view in kept.values()))
-        for region, flat in loading.regions(by_region):
-            for name in by_region[region]:
-                tensor = tensor_at(kept[name], flat).contiguous()
-                block = (ctypes.c_char * kept[name].packed_size).from_address(tensor.data_ptr())
-                memory.write_all(file.fileno(), starts[name], memoryview(block).cast("B"))
+    tensors = {
+        name: tensor_at(view, torch.empty(0, dtype=torch.uint8))
+        for name, view in kept.items()
+        if view.region is None
+    }
+    starts: dict[str, int] = {}
+    end = 0
+    for region, flat in loading.regions(by_region):
+        for name in by_region[region]:
+            tensor = tensor_at(kept[name], flat)
+            # The library refuses tensors that share memory, as those that overlap in part do.
+            alone = len(by_region[region]) == 1
+            if isinstance(files, LocalFiles) and alone and tensor.is_contiguous():
+                tensors[name] = tensor
+                continue
+            packed = tensor.contiguous()
+            size = kept[name].packed_size
+            block = (ctypes.c_char * size).from_address(packed.data_ptr())
+            memory.write_all(spool, end, memoryview(block).cast("B"))
+            starts[name] = end
+            end += memory.rounded_up(size)
+    data = mapped(spool)
+    for name, start in starts.items():
+        flat = torch.frombuffer(data[start : start + kept[name].packed_size], dtype=torch.uint8)
+        tensors[name] = flat.view(getattr(torch, kept[name].dtype)).view(kept[name].shape)
+    return tensors
 
 
-def unsuited(value: object, views: Iterable[View]) -> str:
+def _unsuited(value: object, views: Iterable[View]) -> str:
     """Why a safetensors file cannot hold an outlined value; empty if it can."""
     if not isinstance(value, dict):
         kind = type(value).__name__
@@ -297,7 +285,7 @@ def unsuited(value: object, views: Iterable[View]) -> str:
             return f"the name {name!r}"
         if not isinstance(each, Number):
             return f"{name!r}, of type {type(each).__name__}"
-    strange = next((view.dtype for view in views if view.dtype not in RECENT_DTYPES), None)
+    strange = next((view.dtype for view in views if view.dtype not in _DTYPES), None)
     return f"a tensor of dtype {strange}" if strange else ""
 
 

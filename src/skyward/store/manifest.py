@@ -222,15 +222,6 @@ DTYPES = {
 }
 """The names that safetensors has for torch's dtypes; objects hold other dtypes as plain bytes."""
 
-RECENT_DTYPES = DTYPES | {
-    "complex64": "C64",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-}
-"""The same with the dtypes that only recent versions of safetensors know."""
-
-
 Listed = tuple[str, Sequence[int], int]
 """A tensor as the head of a file lists it: its dtype in safetensors, its shape and its length."""
 
@@ -248,19 +239,6 @@ def head(tensors: Mapping[str, Listed], metadata: Mapping[str, str]) -> tuple[by
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     start = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, [start + offset for offset in offsets]
-
-
-def head_of_views(
-    views: Mapping[str, View], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int]]:
-    """The head of a file that holds views by name, and where each begins, in the file's order."""
-    # The order of safetensors itself: each tensor begins at a multiple of its element's size.
-    order = sorted(views.items(), key=lambda item: (-ITEM_SIZES[item[1].dtype], item[0]))
-    listed = {
-        name: (RECENT_DTYPES[view.dtype], view.shape, view.packed_size) for name, view in order
-    }
-    text, starts = head(listed, metadata)
-    return text, dict(zip(listed, starts, strict=True))
 
 
 def object_identity(head: bytes) -> str:

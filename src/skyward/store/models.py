@@ -271,9 +271,9 @@ class ModelStore:
     ) -> ModelVersion:
         """Write a version to a file for other tools; the file appears when it is complete.
 
-        A file that ends in `.safetensors` is written a part at a time. It can hold a state dict or
-        any other dict of tensors, and one of several tied weights, as
-        `safetensors.torch.load_model` expects. Any other file is one for
+        The safetensors library writes a file that ends in `.safetensors`, which takes no memory
+        for the tensors. It can hold a state dict or any other dict of tensors, and one of several
+        tied weights, as `safetensors.torch.load_model` expects. Any other file is one for
         `torch.load(path, weights_only=True)`.
         """
         manifest = self._manifest(name, version)

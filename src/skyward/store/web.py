@@ -22,7 +22,15 @@ from skyward.objects import memory
 from skyward.store import values
 from skyward.store.catalog import Catalog, manifest_url
 from skyward.store.local import LocalFiles
-from skyward.store.manifest import DTYPES, HEADER_LIMIT, Manifest, View, head_of_views, object_path
+from skyward.store.manifest import (
+    DTYPES,
+    HEADER_LIMIT,
+    ITEM_SIZES,
+    Manifest,
+    View,
+    head,
+    object_path,
+)
 from skyward.store.places import MARK, PROTOCOL, TOKEN, is_loopback
 from skyward.store.values import Span, tensor_at
 
@@ -351,10 +359,13 @@ class Download:
         named = self._named()
         self._check_objects()
         about = {"format": "pt", "model": manifest.name, "version": str(manifest.version)}
-        self._head, starts = head_of_views(named, about)
+        # The order of safetensors itself: each tensor begins at a multiple of its element's size.
+        order = sorted(named.items(), key=lambda item: (-ITEM_SIZES[item[1].dtype], item[0]))
+        listed = {name: (DTYPES[view.dtype], view.shape, view.packed_size) for name, view in order}
+        self._head, _ = head(listed, about)
         if len(self._head) > HEADER_LIMIT:
             raise self._unfit("its names and shapes alone are too long")
-        self._views = [named[name] for name in starts]
+        self._views = [view for _, view in order]
         self.size = len(self._head) + sum(view.packed_size for view in self._views)
 
     def parts(self, start: int, stop: int) -> Iterator[memoryview]:
