@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from skyward.cli import doctor, health
+from skyward.cli import doctor, health, output
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +102,19 @@ def test_a_torch_that_nobody_has_tried_is_told(version: str) -> None:
     assert not list(health._untried_torch("2.11.0"))
     assert not list(health._untried_torch("2.14.0"))
     assert not list(health._untried_torch("2.15.2+cu132"))
+
+
+def test_lines_are_no_longer_than_the_terminal_is_wide(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "on_a_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    words = " ".join(f"word-{number}" for number in range(20))
+    doctor._tell([health.Finding("aws", "not set up", words, f"install `it` {words}")])
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 50
+    assert told.count("word-19") == 2, "nothing is cut"
+    assert "\n- aws: install `it` word-0 word-1" in told
 
 
 def test_a_provider_that_answers_is_ok(run, dashboard: str, monkeypatch: Any) -> None:

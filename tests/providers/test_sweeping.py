@@ -21,10 +21,13 @@ from click.testing import CliRunner, Result
 import skyward as sky
 from skyward import providers
 from skyward.cli.main import sky as command
+from skyward.errors import UnreachableError
 from skyward.nodes import cleaning, keeping
 from skyward.nodes.journal import Journal
 from skyward.providers import Order, owner
 from skyward.testing import Shop, ShopAllocation, plain_request
+
+from ..conftest import PATIENCE
 
 QUIET = sky.Options(console=False)
 
@@ -178,6 +181,30 @@ class TestGc:
         assert "not everything could be removed: old: what it had besides" in failed.stderr
         assert "in use. Try again later" in failed.stderr
         assert sky_command("gc").exit_code == 0
+
+    def test_providers_are_asked_at_once(
+        self, shop: Shop, state: Journal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each answers when the other has been asked, too; one of them is out of reach."""
+        state.open_pool("p1", "n", "shop", {**shop.describe(), "region": "there-2"}, None)
+        asked: list[str] = []
+        both = asyncio.Event()
+
+        async def remains(self: Shop) -> list[Any]:
+            asked.append(self.region)
+            if len(asked) == 2:
+                both.set()
+            await asyncio.wait_for(both.wait(), PATIENCE)
+            if self.region == "there-2":
+                raise UnreachableError("no way there")
+            return []
+
+        monkeypatch.setattr(Shop, "remains", remains)
+        done = sky_command("gc")
+        assert done.exit_code == 0
+        assert (done.stdout, len(asked)) == ("nothing of any pool: shop\n", 2)
+        assert done.stderr == "passed over: shop: no way there\n"
+        state.close_pool("p1")
 
     def test_one_provider_may_be_named_with_its_options(
         self, shop: Shop, monkeypatch: pytest.MonkeyPatch

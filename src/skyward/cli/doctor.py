@@ -55,7 +55,7 @@ def doctor(providers: tuple[str, ...]) -> None:
 
 def _tell(found: Sequence[Finding]) -> None:
     rows = [(each.check, each.state, each.found) for each in found]
-    output.table(("check", "state", "found"), rows, right=())
+    output.table(("check", "state", "found"), rows, right=(), wraps=True)
     advised = [each for each in found if each.advice]
     for title, these in (
         ("To do", [each for each in advised if each.state in ("problem", "broken")]),
@@ -64,7 +64,7 @@ def _tell(found: Sequence[Finding]) -> None:
         if these:
             click.echo(f"\n{title}:")
         for each in these:
-            click.echo(f"- {each.check}: {output.clean(each.advice)}")
+            output.item(f"{each.check}: {output.clean(each.advice)}")
 
 
 def _checks(named: Sequence[str]) -> dict[str, tuple[Check, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -142,12 +143,10 @@ def _found(journal: Journal, providers: AskedProviders) -> tuple[list[Found], li
     found: dict[str, Found] = {}
     asked: list[str] = []
     failures, unset = list(providers.unmade), list(providers.unset)
-    for collector in (*providers.wanted, *providers.others):
-        try:
-            remains = asyncio.run(_remains(collector))
-        except SkywardError as problem:
-            is_unset = isinstance(problem, ConfigurationError) and collector in providers.others
-            (unset if is_unset else failures).append(f"{collector.name}: {problem}")
+    for collector, remains in asyncio.run(_remains((*providers.wanted, *providers.others))):
+        if isinstance(remains, SkywardError):
+            is_unset = isinstance(remains, ConfigurationError) and collector in providers.others
+            (unset if is_unset else failures).append(f"{collector.name}: {remains}")
             continue
         if (place := collector.where) not in asked:
             asked.append(place)
@@ -161,8 +160,19 @@ def _found(journal: Journal, providers: AskedProviders) -> tuple[list[Found], li
     return list(found.values()), asked
 
 
-async def _remains(collector: Collector) -> list[Remains]:
-    return list(await collector.remains())
+async def _remains(
+    collectors: Sequence[Collector],
+) -> list[tuple[Collector, Sequence[Remains] | SkywardError]]:
+    """What each provider has, or why it does not say; all are asked at once."""
+
+    async def answer(collector: Collector) -> Sequence[Remains] | SkywardError:
+        try:
+            return await collector.remains()
+        except SkywardError as problem:
+            return problem
+
+    answers = await asyncio.gather(*map(answer, collectors))
+    return list(zip(collectors, answers, strict=True))
 
 
 def _remove(journal: Journal, chosen: list[Found], yes: bool) -> dict[str, Cleaned]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -49,11 +51,33 @@ def moment(when: datetime) -> str:
     return ago(when) if on_a_terminal() else when.isoformat(timespec="seconds")
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str]) -> None:
-    """Print rows under heads; columns in `right` are aligned right, the last column may be cut."""
+def item(text: str) -> None:
+    """Print an item of a list; on a terminal, in lines of its width."""
+    if not on_a_terminal():
+        click.echo(f"- {text}")
+        return
+    width = shutil.get_terminal_size().columns
+    # Commands and addresses stay whole, to be copied.
+    wrapped = textwrap.TextWrapper(
+        width, "- ", "  ", break_long_words=False, break_on_hyphens=False
+    )
+    click.echo(wrapped.fill(text))
+
+
+def table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    right: Sequence[str],
+    *,
+    wraps: bool = False,
+) -> None:
+    """Print rows under heads; columns in `right` are aligned right.
+
+    On a terminal that is too narrow, the last column is cut, or goes on in the next line.
+    """
     cells = [[clean(cell) for cell in row] for row in rows]
     if on_a_terminal():
-        _rich_table(heads, cells, right)
+        _rich_table(heads, cells, right, wraps=wraps)
         return
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
     for row in [[head.upper() for head in heads], *cells]:
@@ -64,7 +88,9 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]], right: Sequenc
         click.echo("  ".join(parts).rstrip())
 
 
-def _rich_table(heads: Sequence[str], rows: list[list[str]], right: Sequence[str]) -> None:
+def _rich_table(
+    heads: Sequence[str], rows: list[list[str]], right: Sequence[str], *, wraps: bool
+) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -77,9 +103,14 @@ def _rich_table(heads: Sequence[str], rows: list[list[str]], right: Sequence[str
     console.width = max(console.width, fixed + last)
     made = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for head in heads:
-        made.add_column(head, justify="right" if head in right else "left", no_wrap=True)
+        made.add_column(
+            head,
+            justify="right" if head in right else "left",
+            no_wrap=not (wraps and head == heads[-1]),
+        )
     for row in rows:
         *cells, cut = (Text(cell) for cell in row)
-        cut.truncate(last, overflow="ellipsis")
+        if not wraps:
+            cut.truncate(last, overflow="ellipsis")
         made.add_row(*cells, cut)
     console.print(made)

@@ -27,6 +27,8 @@ IN_CLUSTER = "in-cluster"
 """The name of a pod's own credentials, in place of the path of a kubeconfig."""
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 REQUEST_SECONDS = 30.0
+CONNECT_SECONDS = 3.0
+"""How long a connection may take; there are two attempts, and a lost packet is sent after 1 s."""
 WATCH_SECONDS = 240
 _MERGE = "application/merge-patch+json"
 _MISSING = (
@@ -363,7 +365,7 @@ class Access:
                 body=None if body is None else json.dumps(body).encode(),
                 headers=headers,
                 preload_content=False,
-                timeout=urllib3.Timeout(connect=10.0, read=seconds),
+                timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=seconds),
                 retries=urllib3.Retry(
                     connect=1,
                     read=0,
