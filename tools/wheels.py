@@ -30,7 +30,7 @@ from skyward.device.compiling import Compiler, run
 
 ROOT = Path(__file__).parents[1]
 OLDER_GLIBC = Path(__file__).with_name("older_glibc.h")
-TORCH = {"2.11": "2.11.0", "2.12": "2.12.0", "2.13": "2.13.0"}
+TORCH = {minor: f"{minor}.0" for minor in ("2.11", "2.12", "2.13", "2.14", "2.15")}
 LINUX = ("x86_64", "aarch64")
 ABI = 1
 """All of torch's wheels since 2.7 have libstdc++'s C++11 ABI; on macOS they say so, too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -42,6 +43,12 @@ def wheels(*words: str, cwd: Path) -> list[Path]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted((cwd / "dist").glob("*.whl"))
+
+
+def test_wheels_have_cores_for_every_torch_that_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    offered = runpy.run_path(str(ROOT / "tools" / "wheels.py"))["TORCH"]
+    assert {f"{major}.{minor}" for major, minor in torch_build.TRIED} <= set(offered)
 
 
 def run_without_compiler(wheel: Path, folder: Path) -> subprocess.CompletedProcess[str]:
