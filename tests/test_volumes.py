@@ -17,13 +17,12 @@ import pytest
 import skyward as sky
 from skyward.compute.arguments import volume_plan
 from skyward.errors import ConfigurationError, NodeLostError, PoolError
-from skyward.files import copying, mounting, volumes
-from skyward.files.copying import BucketCopy
+from skyward.files import mounting, volumes
 from skyward.files.items import FileItem
 from skyward.files.mounting import PROGRAMS, BucketPlace
 from skyward.files.scanning import Scanner
 from skyward.files.transfer import bring, send
-from skyward.files.volumes import NodeVolume
+from skyward.files.volumes import BucketCopy, NodeVolume
 from skyward.nodes.deliveries import Deliveries, SentFolder
 from skyward.wire.asking import ServiceConnection
 
@@ -407,9 +406,9 @@ class TestCopies:
         assert not target.exists()
 
     def test_of_a_bucket_only_the_bucket_has_to_be_there(self) -> None:
-        assert copying._holder("bucket/new/deep") == "bucket"
-        assert copying._holder("/data/new/deep") == "/data/new"
-        assert copying._holder("/new") == "/"
+        assert volumes._holder("bucket/new/deep") == "bucket"
+        assert volumes._holder("/data/new/deep") == "/data/new"
+        assert volumes._holder("/new") == "/"
 
     def test_a_key_that_leads_out_of_the_volume_is_refused(
         self, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -675,7 +674,7 @@ class TestMounts:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         program("gcsfuse", "echo 'no permission for bucket' >&2; exit 1")
-        monkeypatch.setattr("skyward.files.copying._opened", _no_copy)
+        monkeypatch.setattr("skyward.files.volumes._opened", _no_copy)
 
         with pytest.raises(PoolError, match=r"no copy \(and could not .*gcsfuse: no permission"):
             NodeVolume("gs://bucket", str(tmp_path / "at"), read_only=True).open(quiet)

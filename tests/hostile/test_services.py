@@ -12,6 +12,7 @@ import pytest
 
 import skyward as sky
 from skyward.errors import PoolError
+from skyward.files.items import FileItem, encode
 from skyward.nodes.fleet import Fleet
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.frames import INLINE_BODY
@@ -54,16 +55,16 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("exec", "run", {"command": ["ls"], "working_directory": "/no/such/folder"}),
     ("exec", "run", {"command": ["sh"], "terminal": [1 << 40, 1]}),
     ("exec", "run", {"command": ["x" * 200_000]}),
-    ("copying", "look", {}),
-    ("copying", "look", {"path": "a\0b"}),
-    ("copying", "read", {"path": "/"}),
-    ("copying", "read", {"path": "x" * 10_000}),
-    ("copying", "list", {"path": "/dev/null"}),
-    ("copying", "write", {"path": "/", "size": 1, "asks_first": True}),
-    ("copying", "write", {"path": "x", "size": -1}),
-    ("copying", "write", {"path": "x", "size": 1, "mode": 0o7777}),
-    ("copying", "remove", {"path": "/etc"}),
-    ("copying", "folder", {"path": "/dev/null"}),
+    ("files", "look", {}),
+    ("files", "look", {"path": "a\0b"}),
+    ("files", "fetch", {"path": "/dev/null"}),
+    ("files", "fetch", {"path": "/no/such/file"}),
+    ("files", "fetch", {"path": "x" * 10_000}),
+    ("files", "take", {"root": "/no/such/folder", "new": "x", "mode": 0o755}),
+    ("files", "take", {"root": "/tmp", "new": "../x", "mode": 0o755}),
+    ("files", "take", {"root": "/tmp", "new": "x", "mode": 0o7777}),
+    ("files", "follow", {"root": "/dev/null"}),
+    ("files", "mount", {"source": "x"}),
     ("calls", "walk", {}),
     ("calls", "submit", {"name": 3, "function": "f", "command": ["true"]}),
     ("calls", "look", {"name": "../../etc"}),
@@ -99,7 +100,7 @@ def _ends(connection: ServiceConnection) -> None:
 
 
 def test_a_body_that_is_too_large_ends_the_connection(pool: Fleet, agent: psutil.Process) -> None:
-    for name in ("exec", "copying", "jobs"):
+    for name in ("exec", "files", "jobs"):
         with pool.service(0, name) as connection:
             try:
                 connection.send("run", b"x" * (INLINE_BODY + 1))
@@ -111,7 +112,7 @@ def test_a_body_that_is_too_large_ends_the_connection(pool: Fleet, agent: psutil
 def test_other_messages_than_questions_end_the_connection(
     pool: Fleet, agent: psutil.Process
 ) -> None:
-    for name in ("exec", "copying", "jobs"):
+    for name in ("exec", "files", "jobs"):
         with pool.service(0, name) as connection:
             connection.channel.send(Reply())
             _ends(connection)
@@ -165,8 +166,10 @@ def test_a_client_that_leaves_within_a_question_leaves_nothing(
     with pool.service(0, "calls") as connection:
         connection.send("submit", name="x", function="f", command=["true"])
         connection.send("part", b"x")
-    with pool.service(0, "copying") as connection:
-        connection.send("write", path=str(tmp_path / "x"), size=5)
-        connection.send("part", b"x")
+    with pool.service(0, "files") as connection:
+        connection.send("take", root=str(tmp_path), new="x", mode=0o755)
+        connection.channel.send(Question("items"), [encode([FileItem("a", "file", 5)])])
+        connection.next_reply()
+        connection.channel.send(Question("part", {"parts": [(0, 1, False)]}), [b"x"])
     with pool.service(0, "exec") as connection:
         connection.send("run", command=["sleep", "600"])

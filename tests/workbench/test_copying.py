@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import skyward as sky
-from skyward.compute.workbench.copying import copy
-from skyward.compute.workbench.files import FilesHere, FilesOnNode, FoundEntry
 from skyward.errors import ConfigurationError, PoolError, ProtocolError
+from skyward.files import transfer
+from skyward.files.items import FileItem, encode
+from skyward.files.transfer import FilesHere, FilesOnNode, Give, copy
 from skyward.nodes.fleet import Fleet
+from skyward.wire.messages import Question
 
 
 @pytest.fixture
@@ -24,9 +28,8 @@ def running(pool: sky.Compute) -> Fleet:
 
 
 @pytest.fixture
-def node(running: Fleet) -> Iterator[FilesOnNode]:
-    with contextlib.closing(FilesOnNode(running, 0, "train/0")) as place:
-        yield place
+def node(running: Fleet) -> FilesOnNode:
+    return FilesOnNode(functools.partial(running.service, 0), "train/0")
 
 
 def tree(folder: Path) -> dict[str, tuple[str, bytes]]:
@@ -166,50 +169,95 @@ def test_without_room_nothing_is_begun(node: FilesOnNode, tmp_path: Path) -> Non
         file.truncate(1 << 43)
     with pytest.raises(ConfigurationError, match=r"no room for train/0:.*: 8\.0 TiB are to be"):
         copy(FilesHere(), str(tmp_path / "huge"), node, str(tmp_path / "x"))
-    with pytest.raises(PoolError, match="no room on the disk: needs 8796093022208 bytes"):
-        node.write(str(tmp_path / "x"), 1 << 43, 0o644, [])
 
 
 def test_a_copy_whose_client_leaves_leaves_nothing(
     running: Fleet, tmp_path: Path, eventually
 ) -> None:
-    place = FilesOnNode(running, 0, "train/0")
-    place._send("write", path=str(tmp_path / "x"), size=10, mode=0o644, asks_first=False)
-    place._send("part", b"half")
-    eventually(lambda: os.listdir(tmp_path))
-    place.close()
-    eventually(lambda: not os.listdir(tmp_path))
+    (tmp_path / "there").mkdir()
+    for root, new in ((tmp_path, "x"), (tmp_path / "there", "")):
+        with running.service(0, "files") as connection:
+            connection.send("take", root=str(root), new=new, mode=0o755)
+            items = [FileItem("a", "file", 10)]
+            connection.channel.send(Question("items"), [encode(items)])
+            assert connection.next_reply().value == [0]
+            connection.channel.send(Question("part", {"parts": [(0, 4, False)]}), [b"half"])
+            eventually(lambda: sum(len(names) for _, _, names in os.walk(tmp_path)))
+        eventually(lambda: [str(each) for each in tmp_path.rglob("*")] == [f"{tmp_path}/there"])
+
+
+def test_a_file_that_changes_meanwhile_is_copied_again_and_a_growing_one_as_it_was(
+    node: FilesOnNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually
+) -> None:
+    """A log grows while it is copied, and a checkpoint is written again."""
+    log, checkpoint = tmp_path / "work" / "log", tmp_path / "work" / "latest"
+    log.parent.mkdir()
+    log.write_text("one\n")
+    checkpoint.write_text("first")
+    listed = transfer.listed
+
+    def changed(*arguments: Any) -> Any:
+        found = listed(*arguments)
+        with log.open("a") as file:
+            file.write("two\n")
+        if checkpoint.read_text() == "first":
+            checkpoint.write_text("other")
+        return found
+
+    monkeypatch.setattr(transfer, "listed", changed)
+    copy(FilesHere(), str(log.parent), node, str(tmp_path / "there"), recursive=True)
+
+    assert (tmp_path / "there" / "latest").read_text() == "other"
+    assert (tmp_path / "there" / "log").read_text() == "one\ntwo\n"
+
+    monkeypatch.setattr(transfer, "listed", lambda *given: (log.parent, _unlike(listed(*given)[1])))
+    with pytest.raises(PoolError, match=r"latest, log changed 3 times while being copied"):
+        copy(FilesHere(), str(log.parent), node, str(tmp_path / "never"), recursive=True)
+    eventually(lambda: sorted(os.listdir(tmp_path)) == ["there", "work"])
+
+
+def _unlike(items: list[FileItem]) -> list[FileItem]:
+    """Items whose bytes are other ones than they say."""
+    return [FileItem(each.name, "file", each.size, content=each.name.encode()) for each in items]
+
+
+def test_files_go_from_node_to_node(node: FilesOnNode, tmp_path: Path) -> None:
+    (tmp_path / "a" / "deep").mkdir(parents=True, mode=0o750)
+    (tmp_path / "a" / "deep" / "file").write_bytes(os.urandom(100_000))
+
+    done = copy(node, str(tmp_path / "a"), node, str(tmp_path / "b"), recursive=True)
+
+    assert (done.files, done.bytes) == (1, 100_000)
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
 class Lying(FilesHere):
     """A place that lists what it likes."""
 
-    def __init__(self, *entries: FoundEntry) -> None:
-        super().__init__()
-        self._entries = entries
+    def __init__(self, *items: FileItem) -> None:
+        self._items = list(items)
 
-    def walk(self, path: str) -> Iterator[FoundEntry]:
-        return iter(self._entries)
+    @contextlib.contextmanager
+    def reading(self, path: str, without: str) -> Iterator[tuple[list[FileItem], Give]]:
+        yield self._items, lambda missing: iter(())
 
 
 @pytest.mark.parametrize(
-    "entries",
+    "items",
     [
-        [FoundEntry("../outside", "file")],
-        [FoundEntry("/etc/outside", "file")],
-        [FoundEntry("a/../../outside", "folder")],
-        [FoundEntry("unknown/outside", "file")],
-        [FoundEntry("a", "link", target="/"), FoundEntry("a", "folder")],
-        [FoundEntry("a", "link", target="/"), FoundEntry("a/outside", "file")],
+        [FileItem("../outside", "file")],
+        [FileItem("/etc/outside", "file")],
+        [FileItem("a/../../outside", "folder")],
+        [FileItem("a", "link", content=b"/"), FileItem("a/outside", "file")],
     ],
 )
 def test_nothing_is_written_outside_whatever_the_other_end_lists(
-    tmp_path: Path, entries: list[FoundEntry]
+    tmp_path: Path, items: list[FileItem]
 ) -> None:
     (tmp_path / "source").mkdir()
-    with pytest.raises(ProtocolError, match="which its folder lacks"):
+    with pytest.raises(ProtocolError, match=r"is no path below a folder|which is a link"):
         copy(
-            Lying(*entries),
+            Lying(*items),
             str(tmp_path / "source"),
             FilesHere(),
             str(tmp_path / "x"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from skyward.cli.reached import chosen_node, reached
 from skyward.console.measures import size
 
 if TYPE_CHECKING:
-    from skyward.compute.workbench.files import FilePlace
+    from skyward.files.transfer import FilePlace
 
 _REMOTE = re.compile(r"(?P<pool>[^/:]+)(?:/(?P<node>\d+))?:(?P<path>.*)", re.DOTALL)
 
@@ -28,9 +29,10 @@ def cp(source: str, destination: str, recursive: bool) -> None:
 
     A path on a node is relative to the node's working directory; ~ is the home folder there. If
     DESTINATION is a folder, the copy goes into it. A file appears when it is complete, and modes
-    are kept. Write ./a:b for a file of this machine with a colon in its name.
+    are kept; what is there already is not sent. Write ./a:b for a file of this machine with a colon
+    in its name.
     """
-    from skyward.compute.workbench.copying import copy
+    from skyward.files.transfer import copy
     from skyward.store.progress import watched
 
     with contextlib.ExitStack() as opened:
@@ -55,7 +57,7 @@ def cp(source: str, destination: str, recursive: bool) -> None:
 
 
 def _opened(opened: contextlib.ExitStack, given: str) -> tuple[FilePlace, str]:
-    from skyward.compute.workbench.files import FilesHere, FilesOnNode
+    from skyward.files.transfer import FilesHere, FilesOnNode
 
     found = _REMOTE.fullmatch(given)
     if found is None:
@@ -63,5 +65,5 @@ def _opened(opened: contextlib.ExitStack, given: str) -> tuple[FilePlace, str]:
     pool = opened.enter_context(reached(found["pool"]))
     node = chosen_node(pool, None if found["node"] is None else int(found["node"]))
     label = f"{found['pool']}/{node}"
-    files = opened.enter_context(contextlib.closing(FilesOnNode(pool, node, label)))
+    files = FilesOnNode(functools.partial(pool.service, node), label)
     return files, found["path"] or "."

@@ -18,7 +18,7 @@ from skyward.calls.packing import blob_room
 from skyward.compute.choosing import Spec
 from skyward.console.cells import kernel_shell
 from skyward.errors import ConfigurationError
-from skyward.files.copying import PACKAGES
+from skyward.files.mounting import PACKAGES
 from skyward.nodes import keeping
 from skyward.nodes.deliveries import SentFolder
 from skyward.nodes.keeping import KeptPool

@@ -18,6 +18,8 @@ MOUNT_SECONDS = 30.0
 UNMOUNT_SECONDS = 30.0
 LOOK_SECONDS = 0.05
 FUSE = "/dev/fuse"
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+"""The packages that fsspec needs for a scheme."""
 
 
 @dataclass(frozen=True, slots=True)

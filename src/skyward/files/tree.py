@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -33,7 +34,7 @@ class ArrivingFile:
         self._file = os.fdopen(descriptor, "wb")
         self._digest = xxhash.xxh3_128()
 
-    def add(self, data: memoryview | bytes) -> None:
+    def add(self, data: bytes | bytearray | memoryview) -> None:
         """Take the next bytes."""
         self._file.write(data)
         self._digest.update(data)
@@ -95,7 +96,7 @@ class Tree:
             missing.append(number)
         return missing
 
-    def add(self, number: int, data: memoryview | bytes, last: bool) -> None:
+    def add(self, number: int, data: bytes | bytearray | memoryview, last: bool) -> None:
         """Take bytes of an item that was missing; they come in order, one item after the other."""
         item = self._wanted[number]
         if self._incoming is None:
@@ -109,7 +110,7 @@ class Tree:
                 incoming.drop()
                 self._changed_there.append(item.name)
 
-    def finish(self) -> dict[str, object]:
+    def finish(self) -> dict[str, Any]:
         """Put everything in its place and remove what is no longer wanted.
 
         Returns how many files were written and removed, and the names of items whose bytes were not
@@ -223,7 +224,11 @@ class Tree:
                 "below it; remove it"
             )
         if item.kind == "folder":
+            is_new = not path.is_dir()
             path.mkdir(parents=True, exist_ok=True)
+            if is_new and item.mode & stat.S_IXUSR:
+                # Of a copy, which tells the modes of folders, too.
+                path.chmod(item.mode & 0o777 | stat.S_IRWXU)
         else:
             if path.is_dir() and not path.is_symlink():
                 raise FileExistsError(

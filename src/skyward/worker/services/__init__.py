@@ -213,7 +213,6 @@ SERVICES = {
     "activity": NodeService("activity"),
     "calls": NodeService("calls"),
     "clients": NodeService("clients"),
-    "copying": NodeService("copying", is_use=True),
     "exec": NodeService("exec", is_use=True),
     "files": NodeService("files", is_use=True),
     "forward": NodeService(),

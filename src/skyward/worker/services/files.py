@@ -1,25 +1,31 @@
-"""Files: folders of the node that follow folders of the client, and are read back by it."""
+"""Files: folders of the node that follow folders of the client, volumes, and copies."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
 
 from skyward.closing import Closing
 from skyward.errors import PoolError
-from skyward.files.items import decode, encode, parents
+from skyward.files.items import FileItem, decode, encode, parents
 from skyward.files.scanning import Scanner
-from skyward.files.transfer import PIECE, Told, pieces
+from skyward.files.transfer import PIECE, Told, arriving, listed, look, pieces
 from skyward.files.tree import STAGING, Tree
 from skyward.files.volumes import NodeVolume
 from skyward.wire import messages
 from skyward.wire.asking import whole_of
 from skyward.wire.messages import Question
 from skyward.worker.services import Caller, Parts, answers
+
+Mode = Annotated[int, msgspec.Meta(ge=0, le=0o777)]
 
 
 class NodeFolders(Closing):
@@ -125,49 +131,55 @@ def brought(caller: Caller, root: str, body: bytearray) -> None:
 
 
 @answers("files")
-def follow(caller: Caller, root: str, body: bytearray) -> dict[str, object]:
+def follow(caller: Caller, root: str, body: bytearray) -> dict[str, Any]:
     """Make a folder as a list of files says.
 
     The first reply has the numbers of those whose bytes are missing, which come then.
     """
-    with caller.node.own(NodeFolders).tree(caller, root) as tree, contextlib.ExitStack() as undone:
-        with _told():
-            items = decode(body)
-            tree.root.mkdir(parents=True, exist_ok=True)
-            undone.callback(tree.abandon)
-            missing = tree.compare(items)
-            size = sum(items[number].size for number in missing)
-            free = shutil.disk_usage(tree.root).free
-        if size > free:
-            raise PoolError(
-                f"{tree.root} has room for {free / 1e9:.1f} GB, and {size / 1e9:.1f} GB are to "
-                "come; leave files out with excludes=[...], or use a larger disk (disk_gb=...)"
-            )
-        caller.reply(missing)
-        problem: OSError | None = None
-        while (part := _next(caller))[0].what != "finish":
-            try:
-                # After a failure, the rest is still taken, since it is on its way already.
-                if problem is None:
-                    _take(tree, *part)
-            except OSError as failure:
-                problem = failure
-        with _told():
-            if problem is not None:
-                raise problem
-            return tree.finish()
+    with caller.node.own(NodeFolders).tree(caller, root) as tree:
+        try:
+            return _fill(caller, tree, body)
+        finally:
+            tree.abandon()
 
 
-def _next(caller: Caller) -> tuple[Question, memoryview]:
+def _fill(caller: Caller, tree: Tree, listing: bytearray) -> dict[str, Any]:
+    with _told():
+        items = decode(listing)
+        tree.root.mkdir(parents=True, exist_ok=True)
+        missing = tree.compare(items)
+        size = sum(items[number].size for number in missing)
+        free = shutil.disk_usage(tree.root).free
+    if size > free:
+        raise PoolError(
+            f"{tree.root} has room for {free / 1e9:.1f} GB, and {size / 1e9:.1f} GB are to "
+            "come; leave files out with excludes=[...], or use a larger disk (disk_gb=...)"
+        )
+    caller.reply(missing)
+    problem: OSError | None = None
+    while (part := _next(caller))[0].what != "finish":
+        try:
+            # After a failure, the rest is still taken, since it is on its way already.
+            if problem is None:
+                _take(tree, *part)
+        except OSError as failure:
+            problem = failure
+    with _told():
+        if problem is not None:
+            raise problem
+        return tree.finish()
+
+
+def _next(caller: Caller) -> tuple[Question, bytearray]:
     frame = caller.channel.receive()
     part = messages.decode_as(Question, frame.kind, frame.meta)
-    return part, memoryview(whole_of(caller.channel, frame))
+    return part, whole_of(caller.channel, frame)
 
 
-def _take(tree: Tree, part: Question, body: memoryview) -> None:
-    at = 0
+def _take(tree: Tree, part: Question, body: bytearray) -> None:
+    view, at = memoryview(body), 0
     for number, length, last in part.arguments["parts"]:
-        tree.add(number, body[at : at + length], last)
+        tree.add(number, view[at : at + length], last)
         at += length
 
 
@@ -176,11 +188,43 @@ def read(caller: Caller, root: str) -> Parts:
     """What a folder holds; then the files that the caller asks for."""
     place = Path(root or caller.node.config.working_directory)
     with _told():
-        listing = Scanner(place, [f"{STAGING}*"], everything=True, remember=False).scan()
-    yield len(listing.items), (encode(listing.items),)
+        scanner = Scanner(place, [f"{STAGING}*"], everything=True, remember=False)
+        listing = scanner.scan().items
+    yield from _send(caller, place, listing)
+
+
+def _send(caller: Caller, root: Path, items: Sequence[FileItem]) -> Parts:
+    yield len(items), (encode(items),)
     asked, _ = _next(caller)
     with _told():
-        yield from pieces(place, listing.items, asked.arguments["missing"], PIECE)
+        yield from pieces(root, items, asked.arguments["missing"], PIECE)
+
+
+# Copies: of paths that are relative to the working directory, or begin with the user's home.
+
+
+@answers("files", "look")
+def look_at(caller: Caller, path: str, whole: bool = False) -> Any:
+    """What is at a path; with `whole`, also how much a folder holds."""
+    place = os.path.join(caller.node.config.working_directory, os.path.expanduser(path))
+    return msgspec.to_builtins(look(Path(os.path.normpath(place)), whole=whole))
+
+
+@answers("files")
+def fetch(caller: Caller, path: str, without: str = "") -> Parts:
+    """What is copied of a path; then the files that the caller asks for."""
+    yield from _send(caller, *listed(Path(path), without))
+
+
+@answers("files")
+def take(caller: Caller, root: str, new: str, mode: Mode) -> None:
+    """Put items into a folder, or into a new one there; without all of them, it does not appear.
+
+    Lists of "items" come, and are answered as by `follow`; then "done".
+    """
+    with arriving(Path(root), new, mode) as tree:
+        while (part := _next(caller))[0].what == "items":
+            caller.reply(_fill(caller, tree, part[1]))
 
 
 @contextlib.contextmanager
