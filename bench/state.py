@@ -169,6 +169,11 @@ class Kept:
         return number
 
 
+@sky.function
+def calls_in_a_task(kept: Kept, count: int) -> float:
+    return p50(lambda: kept.plain(1), count)
+
+
 def methods(scale: Scale) -> list[Row]:
     """A call of a method of an object on a node."""
     with sky.Compute(options=sky.Options(console=False)) as compute:
@@ -191,9 +196,36 @@ def methods(scale: Scale) -> list[Row]:
     ]
 
 
+def handles(scale: Scale) -> list[Row]:
+    """A call of a method by a task of another node, and by the client."""
+    with sky.Compute(nodes=3, options=sky.Options(console=False)) as compute:
+        # One each: a process whose objects tasks call is slower to answer its client.
+        kept: Any = compute.run(Kept(), on=0)  # type: ignore[call-overload]
+        shared: Any = compute.run(Kept(), on=1)  # type: ignore[call-overload]
+        samples = interleave(
+            {
+                "client": lambda: p50(lambda: kept.plain(1), scale.calls),
+                "task": lambda: compute.run(calls_in_a_task(shared, scale.calls), on=2),
+            },
+            rounds=scale.rounds,
+        )
+    return [
+        compared(
+            "a method, called by its handle in a task of another node",
+            samples["task"],
+            "called by the client",
+            samples["client"],
+            "<= 1.5x",
+        )
+    ]
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] in (["echo"], ["manage"]):
         {"echo": echo, "manage": manage}[sys.argv[1]](sys.argv[2])
     run_suite(
-        "what shared state and objects on nodes cost", [increments, methods], full=FULL, quick=QUICK
+        "what shared state and objects on nodes cost",
+        [increments, methods, handles],
+        full=FULL,
+        quick=QUICK,
     )

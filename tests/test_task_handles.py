@@ -1,10 +1,13 @@
-"""Calls of objects from tasks that do not end as they should."""
+"""Calls of objects from tasks: straight to their processes, and how such calls end."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,11 +15,8 @@ import pytest
 
 import skyward as sky
 from skyward import handles
-from skyward.compute import serving
-from skyward.errors import StateLostError
-from skyward.state.values import encode
 
-from .conftest import Eventually
+from .conftest import Eventually, Sharing
 
 
 @sky.cls
@@ -33,104 +33,245 @@ class Counter:
     def endless(self) -> Iterator[int]:
         yield from itertools.count()
 
+    def breaks(self) -> Iterator[int]:
+        yield 1
+        raise LookupError("after one")
+
     def waits(self, name: str) -> None:
         sky.event(name).set()
         sky.event(f"{name} on").wait(60)
+
+    def echo(self, data: bytes) -> bytes:
+        return data
+
+    def lock(self) -> Any:
+        return threading.Lock()
+
+    def dies(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
 def counter(pool: sky.Compute) -> Iterator[Any]:
     """An object on node 0, closed afterwards; no test may leave its worker busy."""
     made: Any = pool.run(Counter(), on=0)
-    made.__reduce__()
     yield made
     made.close()
 
 
-def desk_of(instance: Any) -> serving.HandleDesk:
-    """What takes the calls that tasks make of an object."""
-    key = instance._residence.key
-    return next(desk for desk in serving._desks.values() if key in desk._keys)
+@sky.function
+def uses(counter: Any) -> tuple[int, list[int], int, str]:
+    """Uses an object in all ways."""
+    first = counter.count()
+    items = list(itertools.islice(counter.endless(), 40))
+    try:
+        list(counter.breaks())
+    except LookupError as problem:
+        return first, items, counter.count.submit().result(), str(problem)
+    raise AssertionError("no error")
 
 
-def test_a_task_that_is_killed_ends_its_generators(
-    pool: sky.Compute, counter: Any, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+USED = (1, list(range(40)), 2, "after one")
+
+
+def test_a_call_does_not_pass_the_client_and_may_be_of_any_size(
+    pool: sky.Compute, counter: Any
 ) -> None:
     @sky.function
+    def asks(counter: Any, size: int) -> bool:
+        data = os.urandom(1000) * (size // 1000)
+        return counter.echo(data) == data
+
+    before = pool.stats().submitted
+    assert pool.run(asks(counter, 12_000_000), on=1)
+    assert pool.stats().submitted == before + 1
+
+
+def test_an_object_is_called_over_a_network(sharing: Sharing) -> None:
+    options = sky.Options(console=False)
+    with sharing(sky.Compute(sky.Local(transport="tcp"), nodes=2, options=options)) as pool:
+        counter: Any = pool.run(Counter(), on=0)
+        assert pool.run(uses(without_sockets(counter)), on=1) == USED
+
+
+def without_sockets(counter: Any) -> Any:
+    """A handle for tasks that are not on the object's machine."""
+    key, name, place, timeouts = counter.__reduce__()[1]
+    far = [each for each in place.endpoints.split() if not each.startswith("unix:")]
+    place = dataclasses.replace(place, endpoints=" ".join(far))
+    return Sent((key, name, place, timeouts))
+
+
+class Sent:
+    """Becomes a handle of its own when it is sent."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return handles.TaskHandle, self._arguments
+
+
+def test_a_task_that_cannot_reach_an_object_calls_it_through_the_client(
+    pool: sky.Compute, counter: Any
+) -> None:
+    assert pool.run(uses(without_sockets(counter)), on=1) == USED
+
+
+def test_an_object_is_called_between_threads_of_processes(sharing: Sharing) -> None:
+    worker = sky.Worker(concurrency=2, executor="thread")
+    with sharing(
+        sky.Compute(nodes=2, worker=worker, options=sky.Options(console=False))
+    ) as threads:
+        counter: Any = threads.run(Counter(), on=0)
+        assert threads.run(uses(counter), on=1) == USED
+
+
+def test_a_process_that_a_task_has_forked_calls_an_object(pool: sky.Compute, counter: Any) -> None:
+    @sky.function
+    def forks(counter: Any) -> tuple[int, int, int]:
+        first = counter.count()
+        with multiprocessing.get_context("fork").Pool(1) as processes:
+            second = processes.apply(counter.count)
+        return first, second, counter.count()
+
+    assert pool.run(forks(counter), on=1) == (1, 2, 3)
+
+
+def test_a_task_that_is_killed_ends_its_generators(pool: sky.Compute, counter: Any) -> None:
+    @sky.function
     def dies(counter: Any) -> None:
-        next(counter.endless())
+        next(iter(counter.endless()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(serving, "LOOK_SECONDS", 0.1)
-    with pytest.raises(sky.WorkerDiedError):
+    with pytest.raises(sky.errors.WorkerDiedError):
         pool.run(dies(counter), on=1)
-    assert counter.count.submit().result(30) == 1, "the generator still has the worker"
-    eventually(lambda: not desk_of(counter)._callers)
+    assert counter.count.submit().result(100) == 1, "the generator still has the worker"
 
 
-def test_an_object_is_closed_from_its_own_process(
-    pool: sky.Compute, counter: Any, eventually: Eventually
-) -> None:
+def test_a_generator_that_a_task_drops_ends(pool: sky.Compute, counter: Any) -> None:
+    @sky.function
+    def drops(counter: Any) -> int:
+        counter.endless()
+        next(iter(counter.endless()))
+        return int(counter.count())
+
+    assert pool.submit(drops(counter), on=1).result(100) == 1
+
+
+def test_an_object_is_closed_from_its_own_process(pool: sky.Compute, counter: Any) -> None:
     @sky.function
     def closes(counter: Any) -> None:
         counter.close()
 
     key = counter._residence.key
-    pool.submit(closes(counter), on=0).result(30)
-    eventually(lambda: key not in handles.offered)
+    pool.submit(closes(counter), on=0).result(100)
+    assert key not in pool._open_fleet.dispatcher.offered
     with pytest.raises(sky.errors.InstanceLostError, match="this Counter was closed"):
         counter.count()
 
 
 def test_a_call_from_a_task_can_be_cancelled(pool: sky.Compute, counter: Any) -> None:
     @sky.function
-    def cancels(counter: Any) -> tuple[bool, bool]:
+    def cancels(counter: Any) -> tuple[bool, bool, bool]:
         future = counter.waits.submit("cancelled call")
-        sky.event("cancelled call").wait(30)
-        return future.cancel(), future.cancelled()
+        sky.event("cancelled call").wait(100)
+        never_begun = counter.count.submit()
+        return never_begun.cancel(), future.cancel(), future.cancelled()
 
-    assert pool.run(cancels(counter), on=1) == (True, True)
+    assert pool.run(cancels(counter), on=1) == (True, True, True)
     try:
         assert counter.count.submit().result(100) == 1
     finally:
         sky.event("cancelled call on", on=pool).set()
 
 
-def test_a_call_that_was_cancelled_before_it_began_is_not_made(counter: Any) -> None:
-    payload = encode(((), {}), "arguments")
-    desk_of(counter)._call("cancelled", counter._residence.key, "count", payload)
-    assert counter.count() == 1
+def test_a_task_that_is_cancelled_ends_its_call(pool: sky.Compute, counter: Any) -> None:
+    @sky.function
+    def asks(counter: Any) -> None:
+        counter.waits("cancelled task")
+
+    future = pool.submit(asks(counter), on=1)
+    sky.event("cancelled task", on=pool).wait(100)
+    future.cancel()
+    try:
+        assert counter.count.submit().result(100) == 1
+    finally:
+        sky.event("cancelled task on", on=pool).set()
+
+
+def test_a_call_that_takes_too_long_is_an_error_in_the_task(pool: sky.Compute) -> None:
+    @sky.function
+    def asks(counter: Any) -> tuple[str, int]:
+        try:
+            counter.waits("too long")
+        except sky.errors.TaskTimeoutError as problem:
+            return str(problem), counter.count()
+        raise AssertionError("no error")
+
+    counter: Any = pool.run(sky.cls(timeout=1.0)(Counter.kind)(), on=0)
+    said, count = pool.submit(asks(counter), on=1).result(100)
+    assert said.startswith("Counter.waits ran longer than its timeout of 1 s on node 0")
+    assert count == 1
 
 
 def test_a_result_that_cannot_be_encoded_is_an_error_in_the_task(
-    pool: sky.Compute, counter: Any, monkeypatch: pytest.MonkeyPatch
+    pool: sky.Compute, counter: Any
 ) -> None:
     @sky.function
     def asks(counter: Any) -> str:
         try:
-            return str(counter.count())
-        except ValueError as problem:
+            return str(counter.lock())
+        except sky.errors.SerializationError as problem:
             return str(problem)
 
-    def refuse(value: Any, what: str) -> bytes:
-        if value == 1:
-            raise ValueError("not this one")
-        return encode(value, what)
-
-    monkeypatch.setattr(serving, "encode", refuse)
-    assert pool.submit(asks(counter), on=1).result(30) == "not this one"
+    assert "the result of Counter.lock cannot be sent" in pool.run(asks(counter), on=1)
 
 
-def test_a_handle_is_not_sent_while_the_shared_state_cannot_be_reached(
-    counter: Any, monkeypatch: pytest.MonkeyPatch
+def test_an_object_that_restarts_is_made_again_for_a_task(pool: sky.Compute) -> None:
+    @sky.function
+    def loses(counter: Any) -> tuple[str, int, list[int]]:
+        try:
+            counter.dies()
+        except sky.errors.InstanceLostError as problem:
+            said = str(problem)
+        return said, counter.count(), list(itertools.islice(counter.endless(), 3))
+
+    counter: Any = pool.run(sky.cls(restart=True)(Counter.kind)(), on=0)
+    said, count, items = pool.run(loses(counter), on=1)
+    assert said.startswith("Counter.dies lost its worker on node 0")
+    assert (count, items) == (1, [0, 1, 2])
+
+
+def test_a_call_that_does_not_end_when_it_is_cancelled_costs_its_process(
+    pool: sky.Compute, eventually: Eventually
 ) -> None:
-    def lost(desk: serving.HandleDesk) -> None:
-        raise StateLostError("not there")
+    class Stubborn:
+        def ignores(self) -> None:
+            while True:
+                try:
+                    sky.event("stubborn").set()
+                    threading.Event().wait(60)
+                except BaseException:
+                    continue
 
-    monkeypatch.setattr(serving, "BEGIN_SECONDS", 0.1)
-    monkeypatch.setattr(serving.HandleDesk, "_serve", lost)
-    desk = serving.HandleDesk(desk_of(counter)._fleet)
-    with pytest.raises(StateLostError, match=r"did not answer for 0\.1 s; send it again"):
-        desk.offer(counter, "Counter other")
-    desk._left = True
-    assert "Counter other" not in handles.offered
+        def pid(self) -> int:
+            return os.getpid()
+
+    @sky.function
+    def cancels(stubborn: Any) -> int:
+        pid = stubborn.pid()
+        future = stubborn.ignores.submit()
+        sky.event("stubborn").wait(100)
+        future.cancel()
+        return int(pid)
+
+    def lives(pid: int) -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    pid = pool.run(cancels(pool.run(sky.cls(Stubborn)(), on=0)), on=1)
+    eventually(lambda: not lives(pid))

@@ -48,6 +48,16 @@ class InstanceSeat(Protocol):
     def free(self, pending: Pending[Any]) -> None:
         """Run a call there some time, for whom nobody waits; a finalizer may ask for it."""
 
+    def offer(self, instance: Instance) -> handles.ObjectPlace:
+        """Have tasks call the object; it lives until `take_back`, or until the client leaves."""
+
+    def take_back(self, key: str) -> None:
+        """Forget an object that was offered."""
+
+    @property
+    def default_timeout(self) -> float | None:
+        """How long a call may take whose class and method don't say, in seconds."""
+
 
 class MakingTarget(Protocol):
     """Where objects can be made: a `Compute`."""
@@ -182,14 +192,10 @@ class Residence:
         key: str,
         seat: InstanceSeat,
         make_again: Callable[[str], InstanceSeat],
-        offer: Callable[[Instance, str], str],
     ) -> None:
-        """`make_again` makes the object anew, under the key that it gets.
-
-        `offer` lets tasks call the object with that key; it returns the queue for their calls.
-        """
+        """`make_again` makes the object anew, under the key that it gets."""
         self.making, self.key = making, key
-        self._seat, self._make_again, self._offer = seat, make_again, offer
+        self._seat, self._make_again = seat, make_again
         self._lock = threading.Lock()
         self._closed = False
         self._finalizer = self._watched()
@@ -230,14 +236,15 @@ class Residence:
             self._seat.run(Pending(closing, (self.key,), {}))
 
     def note_closed(self) -> bool:
-        """Note that the object is closed, or is being closed; False if that was so before."""
-        with self._lock:
-            if self._closed:
-                return False
-            self._closed = True
-            self._finalizer.detach()
-            handles.offered.pop(self.key, None)
-            return True
+        """Note that the object is closed, or is being closed; False if that was so before.
+
+        Without the lock, which a thread may hold that makes the object again: a task may have
+        closed it, and then this is said on the thread which that one waits for.
+        """
+        before, self._closed = self._closed, True
+        self._finalizer.detach()
+        self._seat.take_back(self.key)
+        return not before
 
     def sent(self, handle: Instance) -> tuple[Any, ...]:
         """The handle as it travels; from now on, only `close` and the client's end free it."""
@@ -245,7 +252,12 @@ class Residence:
             raise SerializationError(
                 f"this {self.making.name} cannot be sent, since it was closed; make another one"
             )
-        return handles.arrived, (self._offer(handle, self.key), self.key, self.making.name)
+        kind, place = self.making.kind, self._seat.offer(handle)
+        timeouts = {"": self._seat.default_timeout if kind.timeout is None else kind.timeout}
+        for name, found in inspect.getmembers_static(kind.kind):
+            if isinstance(found, Function) and found.timeout is not None:
+                timeouts[name] = found.timeout
+        return handles.arrived, (self.key, self.making.name, place, timeouts)
 
     def __repr__(self) -> str:
         return f"{self.making.name} on {self._seat.where}"
@@ -375,7 +387,7 @@ class Instance(Closing):
     def _function(self, name: str) -> InstanceFunction:
         function = self._functions.get(name)
         if function is None:
-            plain = _method(self._residence.making.kind.kind, name)
+            plain = instances.method_of(self._residence.making.kind.kind, name)
             function = self._functions[name] = InstanceFunction(self._residence, name, plain)
         return function
 
@@ -402,24 +414,6 @@ class Instance(Closing):
 
     def __repr__(self) -> str:
         return f"<{self._residence!r}>"
-
-
-def _method(kind: type, name: str) -> Callable[..., Any]:
-    """The method of a class, which must be callable from outside."""
-    found = inspect.getattr_static(kind, name, None)
-    if name.startswith("_") and name != "__call__":
-        raise AttributeError(
-            f"{name!r} of {kind.__qualname__} is the object's own, and not reachable from outside; "
-            "write a method without an underscore"
-        )
-    is_method = isinstance(found, staticmethod | classmethod) or callable(found)
-    if found is None or not is_method or inspect.isclass(found):
-        raise AttributeError(
-            f"{kind.__qualname__} has no method {name!r}; the object lives on a node, so that only "
-            "its methods are reachable: write one that returns what you need"
-        )
-    method: Callable[..., Any] = getattr(kind, name)
-    return method
 
 
 def _stays_here(what: str) -> str:

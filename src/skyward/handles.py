@@ -1,7 +1,8 @@
-"""Handles in tasks: an object of a `@cls` class is called from a task, through its client.
+"""Handles in tasks: an object of a `@cls` class is called from a task, straight in its process.
 
-The task puts its call into a shared queue of the pool. The client that made the object takes it
-from there, makes the call as one of its own, and puts the result into a queue of that call.
+The task connects to the worker process that has the object. All threads of the task's process share
+the connection; when it ends, the calls end. A process that cannot be reached may still be reached
+by the client, which then makes the call as one of its own, and which makes a lost object again.
 """
 
 from __future__ import annotations
@@ -9,41 +10,69 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import contextvars
+import itertools
 import os
-import queue
+import secrets
+import select
 import threading
 import time
-import uuid
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
-from skyward import instances
-from skyward.errors import ConfigurationError, InstanceLostError, StateLostError
+from skyward import context, instances
+from skyward.errors import InstanceLostError, SkywardError, TaskTimeoutError
 from skyward.functions import Future
-from skyward.state.locks import SharedLock
-from skyward.state.queues import SharedQueue
-from skyward.state.reaching import link_for
-from skyward.state.values import decode, encode
+from skyward.objects import encoding, payloads
+from skyward.objects.encoding import Encoded
+from skyward.objects.handles import opened
+from skyward.objects.payloads import Pieces
+from skyward.state.connection import SLICE_SECONDS, Slot, wait_readable
+from skyward.state.reaching import worker_state
+from skyward.wire import messages
+from skyward.wire.channel import Channel
+from skyward.wire.connecting import connect_peer
+from skyward.wire.frames import Frame
+from skyward.wire.identity import PEER
+from skyward.wire.messages import (
+    OBJECT_CALLS,
+    Cancel,
+    Credit,
+    End,
+    Failure,
+    Hello,
+    Item,
+    Result,
+    Run,
+)
 
-LOOK_SECONDS = (0.5, 5.0)
-"""After how long a call that waits first looks whether the client is there, and how often later."""
-RETURN_SECONDS = 2.0
-"""How long a call waits for a client that is not there: the state may have been lost before."""
-CALLER_LEASE_SECONDS = 120.0
-"""After so long without contact, the client takes a process that calls for lost."""
 WINDOW = 16
 """How many items of a generator may wait for the task."""
 
-offered: dict[str, Any] = {}
-"""The handles of this client that have been sent somewhere, by the keys of their objects.
+Answer = tuple[Result | Failure | Item | End, Pieces | None]
 
-The client holds them: nobody knows when the last copy of one is gone.
-"""
+offered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""The handles of this client that have been sent somewhere, by the keys of their objects."""
 
 
-def arrived(desk: str, key: str, name: str) -> Any:
-    """A handle that has been sent here: the client's own one, or one that asks the client."""
-    return offered.get(key) or TaskHandle(desk, key, name)
+@dataclass(frozen=True, slots=True)
+class ObjectPlace:
+    """Where tasks find an object."""
+
+    pool: str
+    """The pool, as its processes name it to each other."""
+    endpoints: str
+    """Where its process listens; empty if that was lost before the handle was sent."""
+    certified: str
+    """The name in the certificate of its node."""
+    where: str
+    """Its node and worker, in words."""
+
+
+def arrived(key: str, name: str, place: ObjectPlace, timeouts: dict[str, float | None]) -> Any:
+    """A handle that has been sent here: the client's own one, or one that calls the object."""
+    return offered.get(key) or TaskHandle(key, name, place, timeouts)
 
 
 def method_of(handle: Any, name: str) -> Any:
@@ -54,9 +83,11 @@ def method_of(handle: Any, name: str) -> Any:
 class TaskHandle:
     """An object on a node, as a task has it; its methods are called as on the client."""
 
-    def __init__(self, desk: str, key: str, name: str) -> None:
-        """`desk` is the queue from which the client takes calls; `name` is that of the class."""
-        self._desk, self._key, self._name = desk, key, name
+    def __init__(
+        self, key: str, name: str, place: ObjectPlace, timeouts: dict[str, float | None]
+    ) -> None:
+        """`name` is that of the class; `timeouts` has those of methods, and "" that of others."""
+        self._key, self._name, self._place, self._timeouts = key, name, place, timeouts
 
     def __getattr__(self, name: str) -> TaskMethod:
         if name.startswith("_"):
@@ -71,21 +102,22 @@ class TaskHandle:
 
     def close(self) -> None:
         """Call the object's own `close`, if it has one, and free the object."""
-        if not instances.has(self._key):
-            HandleCall(self, "close").run((), {})
-            return
-        # In this very process, which would wait for itself otherwise.
         try:
-            instances.close(self._key)
+            if instances.has(self._key):
+                # In this very process, which would wait for itself otherwise.
+                instances.close(self._key)
+            else:
+                HandleCall(self, "close").run((), {})
         finally:
-            requests: SharedQueue[Any] = SharedQueue(self._desk)
-            requests.put(("closed", self._key))
+            if context.own_pool is not None:
+                with contextlib.suppress(SkywardError):  # a process that the task has forked
+                    context.own_pool().note_closed(self._key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return arrived, (self._desk, self._key, self._name)
+        return arrived, (self._key, self._name, self._place, self._timeouts)
 
     def __repr__(self) -> str:
-        return f"<{self._name} on a node of the pool>"
+        return f"<{self._name} on {self._place.where}>"
 
 
 class TaskMethod:
@@ -130,170 +162,321 @@ class TaskMethod:
         return method_of, (self._handle, self._name)
 
 
-class Presence:
-    """Shows clients that this process is there: the process holds a lock of each state it uses."""
+class ObjectLine:
+    """A connection to a process that has objects; any thread calls, and one at a time reads."""
+
+    def __init__(self, channel: Channel, *, threaded: bool) -> None:
+        """`threaded` has a thread of its own read; otherwise, one of those that wait does."""
+        self.channel = channel
+        self.lost = ""
+        """Why the connection is of no more use; empty if it is."""
+        self._calls: dict[int, HandleCall] = {}
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._reader: threading.Thread | None = None
+        self._poll = select.poll()
+        self._poll.register(channel.fileno(), select.POLLIN)
+        # OpenSSL may hold bytes that no poll sees.
+        if threaded or not channel.shares_memory:
+            self.start_reader()
+
+    def begin(self, call: HandleCall, run: Run, body: list[bytes | memoryview]) -> bool:
+        """Send a call; False if that cannot be, and the call has not begun."""
+        with self._lock:
+            self._calls[call.number] = call
+        try:
+            self.channel.send(run, body)
+            return not self.lost
+        except OSError as problem:
+            self._lose(str(problem))
+            return False
+
+    def end(self, call: HandleCall, word: Cancel | Credit | None = None) -> None:
+        """Forget a call; `word` tells the other end that nobody waits for it any more."""
+        with self._lock:
+            known = self._calls.pop(call.number, None)
+        if word is not None and known is not None and not self.lost:
+            with contextlib.suppress(OSError):
+                self.channel.send(word)
+
+    def wait(self, call: HandleCall, seconds: float) -> None:
+        """Wait for an answer to a call, for so long at most; a task may be interrupted here."""
+        if self._reader is not None or not self._reading.acquire(blocking=False):
+            # Not for longer: the thread that is to read next may have been interrupted.
+            call.signal.wait(min(seconds, SLICE_SECONDS))
+            return
+        try:
+            while not (call.answers or call.cancelled or self.lost or self._reader) and seconds > 0:
+                if wait_readable(self._poll, min(seconds, SLICE_SECONDS)):
+                    self._read_one()
+                else:
+                    seconds -= SLICE_SECONDS
+        finally:
+            self._reading.release()
+            with self._lock:
+                others = [each for each in self._calls.values() if each is not call]
+            if others:
+                others[0].signal.wake()
+
+    def start_reader(self) -> None:
+        """Have a thread of its own read from now on."""
+        with self._lock:
+            if self._reader is None:
+                self._reader = threading.Thread(
+                    target=self._read, name="skyward-objects", daemon=True
+                )
+                self._reader.start()
+
+    def _read(self) -> None:
+        with self._reading:
+            while not self.lost:
+                self._read_one()
+
+    def _read_one(self) -> None:
+        try:
+            frame = self.channel.receive()
+            while True:
+                self._take(frame)
+                waiting = self.channel.buffered()
+                if not waiting:
+                    return
+                for frame in waiting[:-1]:
+                    self._take(frame)
+                frame = waiting[-1]
+        except (OSError, EOFError, SkywardError) as problem:
+            self._lose(str(problem))
+
+    def _take(self, frame: Frame) -> None:
+        message = messages.decode(frame.kind, frame.meta)
+        if not isinstance(message, Result | Failure | Item | End):
+            # A `Credit`: the other end waits for one.
+            return
+        pieces, payload = None, message.payload
+        if payload is not None:
+            body = payloads.read_body(self.channel, frame, payload, [])
+            pieces = payloads.unpack(payload, body, payloads.nowhere)
+        call = self._calls.get(message.task)
+        if call is not None:
+            call.answers.append((message, pieces))
+            call.signal.wake()
+
+    def _lose(self, why: str) -> None:
+        self.lost = why or "it has ended"
+        self.channel.abort()
+        with self._lock:
+            calls = list(self._calls.values())
+        for call in calls:
+            call.signal.wake()
+
+
+class ObjectLines:
+    """The connections of this process to those that have objects."""
 
     def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        """The locks, by the owner of the state."""
+        self._lines: dict[str, ObjectLine] = {}
         self._lock = threading.Lock()
+        self._inherited: list[ObjectLine] = []
+        """Those of the process that this one was forked from: not this one's to close."""
+        self.new_numbers()
 
-    def name(self) -> str:
-        """The lock that this process holds in the state of the current pool."""
-        epoch = link_for(None).epoch()
+    def new_numbers(self) -> None:
+        """Begin with numbers that no other process uses."""
+        self.numbers = itertools.count(OBJECT_CALLS + secrets.randbits(60))
+
+    def to(self, place: ObjectPlace) -> ObjectLine:
+        """The connection to a process; `OSError` if it cannot be reached."""
+        line = self._lines.get(place.endpoints)
+        if line is not None and not line.lost:
+            return line
         with self._lock:
-            if epoch not in self._names:
-                name = f"skyward.callers.{uuid.uuid4().hex}"
-                SharedLock(name, lease=CALLER_LEASE_SECONDS).acquire(blocking=False)
-                self._names[epoch] = name
-            return self._names[epoch]
+            line = self._lines.get(place.endpoints)
+            if line is not None:
+                if not line.lost:
+                    return line
+                del self._lines[place.endpoints]
+                line.channel.close()
+            hello = Hello(place.pool, f"{PEER}-objects", pid=os.getpid())
+            channel = connect_peer(
+                place.endpoints, hello, worker_state.credentials, place.certified
+            )
+            line = self._lines[place.endpoints] = ObjectLine(
+                channel, threaded=worker_state.threaded
+            )
+            return line
 
-    def check(self, name: str) -> None:
-        """`StateLostError` if clients take this process for lost."""
-        if SharedLock(name).locked():
-            return
-        with self._lock:
-            self._names = {epoch: each for epoch, each in self._names.items() if each != name}
-        raise StateLostError(
-            f"contact to this process was lost for longer than {CALLER_LEASE_SECONDS:g} s, so that "
-            "the client has given the call up; call again"
-        )
-
-
-presence = Presence()
-
-
-def _forked() -> None:
-    global presence
-    presence = Presence()
+    def forked(self) -> None:
+        """Forget the connections of the parent process; the child makes its own."""
+        self._inherited += self._lines.values()
+        self._lines, self._lock = {}, threading.Lock()
+        self.new_numbers()
 
 
-os.register_at_fork(after_in_child=_forked)
+lines = ObjectLines()
+os.register_at_fork(after_in_child=lines.forked)
 
 
 class HandleCall:
-    """One call that a task asks the client for."""
+    """One call that a task makes of an object in another process."""
 
     def __init__(self, handle: TaskHandle, method: str) -> None:
         self._handle, self._method = handle, method
         self._what = f"{handle._name}.{method}"
-        self._requests: SharedQueue[Any] = SharedQueue(handle._desk)
-        self._replies: SharedQueue[Any] = SharedQueue(f"{handle._desk}.{uuid.uuid4().hex}", WINDOW)
-        self._caller = ""
-        self._cancelled = self._is_gone = False
-        self.sent = False
-        """Whether the client has been asked."""
+        self._timeout = handle._timeouts.get(method, handle._timeouts.get(""))
+        self._due = float("inf")
+        self._line: ObjectLine | None = None
+        self._through_client: Future[Any] | None = None
+        self.cancelled = False
+        self.number = next(lines.numbers)
+        self.answers: deque[Answer] = deque()
+        self.signal = Slot()
+        """Wakes the thread that waits for the next answer."""
+
+    @property
+    def sent(self) -> bool:
+        """Whether the call has been sent."""
+        return self._line is not None or self._through_client is not None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Ask the client and wait for the result; an iterator for a generator."""
-        payload = encode((args, kwargs), f"the arguments of {self._what}, called in a task,")
-        self._await_client()
-        self._caller = presence.name()
-        self._check_wanted()
-        self._requests.put(
-            ("call", self._replies.name, self._caller, self._handle._key, self._method, payload)
-        )
-        self.sent = True
-        if self._cancelled:
-            self._end()
+        """Call and wait for the result; an iterator for a generator."""
+        what = f"the arguments of {self._what}, called in a task,"
+        given = (self._handle._key, self._method, *opened(args)), opened(kwargs)
+        encoded = encoding.encode(given, own_modules=True, what=what)
+        if self._timeout is not None:
+            self._due = time.monotonic() + self._timeout
+        try:
+            self._begin(encoded)
+        except OSError as problem:
             self._check_wanted()
+            return self._ask_client(encoded, str(problem))
         return self._result()
+
+    def _begin(self, encoded: Encoded) -> None:
+        """Send the call; `OSError` if the process of the object cannot be reached."""
+        packed = payloads.pack(encoded, None)
+        code = self._handle._key.encode()
+        run = Run(self.number, self._what, code, packed.payload, [], [])
+        while True:
+            # A connection may have been lost since it was used last: once more, with a new one.
+            line = lines.to(self._handle._place)
+            self._check_wanted()
+            self._line = line
+            if line.begin(self, run, packed.body):
+                return
+
+    def _ask_client(self, encoded: Encoded, problem: str) -> Any:
+        """Have the client of this task call the object."""
+        if context.own_pool is None:
+            why = f" ({problem})" if problem else ""
+            raise InstanceLostError(
+                f"{self._what} cannot be called from here: its worker on "
+                f"{self._handle._place.where} cannot be reached{why}; if it is lost, make the "
+                "object again"
+            )
+
+        def made(future: Future[Any]) -> None:
+            self._through_client = future
+            if self.cancelled:
+                future.cancel()
+
+        return context.own_pool().call_object(self._handle._key, self._what, encoded, made)
 
     def cancel(self) -> None:
         """End the call; whoever waits for it gets a `CancelledError`."""
-        self._cancelled = True
-        if self.sent:
-            self._end()
+        self.cancelled = True
+        if self._through_client is not None:
+            self._through_client.cancel()
+        self.end(Cancel(self.number))
+        self.signal.wake()
 
     def _check_wanted(self) -> None:
-        if self._cancelled:
+        if self.cancelled:
             raise concurrent.futures.CancelledError(f"{self._what} was cancelled")
 
-    def _await_client(self) -> None:
-        """Wait for a client that is not there; after that, nothing is put that it never takes."""
-        deadline = time.monotonic() + RETURN_SECONDS
-        while not SharedLock(self._handle._desk).locked():
-            self._check_wanted()
-            if time.monotonic() > deadline:
-                problem = self._gone()
-                self._end()
-                raise problem
-            time.sleep(RETURN_SECONDS / 10)
-
     def _result(self) -> Any:
-        kind, value = self._next()
-        if kind == "stream":
-            return self._items()
-        with contextlib.suppress(StateLostError):
-            self._replies.delete()
-        if kind == "error":
-            raise value
-        return value
+        message, pieces = self.next_answer()
+        if pieces is not None:
+            self.end()
+            return encoding.decode(*pieces)
+        assert isinstance(message, Result)
+        assert self._line is not None
+        # The other end must never wait until somebody here reads.
+        self._line.start_reader()
+        return ObjectStream(self)
 
-    def _items(self) -> Iterator[Any]:
-        kind = ""
+    def next_answer(self) -> Answer:
+        """Wait for the next answer; if that is in vain, the call is cancelled."""
+        line = self._line
+        assert line is not None
         try:
-            while True:
-                kind, value = self._next()
-                if kind == "error":
-                    raise value
-                if kind == "end":
-                    return
-                yield value
-        finally:
-            if kind == "item":
-                self._end()
-            else:
-                with contextlib.suppress(StateLostError):
-                    self._replies.delete()
-
-    def _next(self) -> tuple[str, Any]:
-        """Wait for the client's next word; if that is in vain, the call is cancelled."""
-        pause, longest = LOOK_SECONDS
-        was_gone = False
-        try:
-            while True:
-                try:
-                    kind, payload = self._replies.get(timeout=pause)
-                    return kind, decode(payload)
-                except queue.Empty:
-                    pause = min(2 * pause, longest)
-                    was_gone = self._look(was_gone)
-        except ConfigurationError:
-            # The client has deleted the queue: because of `cancel`, or since it leaves.
-            self._check_wanted()
-            problem = None if SharedLock(self._handle._desk).locked() else self._gone()
-            self._end()
-            if problem is not None:
-                raise problem from None
-            raise
+            while not self.answers:
+                self._check_wanted()
+                if line.lost:
+                    raise InstanceLostError(
+                        f"{self._what} lost its worker on {self._handle._place.where}, or the "
+                        f"connection to it ({line.lost}); if the object is gone with it, make it "
+                        "again, or have @sky.cls(restart=True) do that"
+                    )
+                left = self._due - time.monotonic()
+                if left <= 0:
+                    raise TaskTimeoutError(
+                        f"{self._what} ran longer than its timeout of {self._timeout:g} s on "
+                        f"{self._handle._place.where}; the remote work was cancelled"
+                    )
+                line.wait(self, left)
         except BaseException:
-            self._end()
+            self.end(Cancel(self.number))
             raise
+        message, pieces = self.answers.popleft()
+        if isinstance(message, Failure):
+            self.end()
+            raise payloads.raised(message, pieces, self._what, self._handle._place.where)
+        return message, pieces
 
-    def _look(self, was_gone: bool) -> bool:
-        """Whether the client is gone; raises if it was before, or if nobody works on the call."""
-        self._check_wanted()
-        # Twice in a row: after a loss of the state, the client has to begin anew.
-        is_gone = not SharedLock(self._handle._desk).locked()
-        if was_gone and is_gone:
-            raise self._gone()
-        presence.check(self._caller)
-        return is_gone
+    def grant(self, count: int) -> None:
+        """Let the other end send so many more items."""
+        assert self._line is not None
+        with contextlib.suppress(OSError):
+            self._line.channel.send(Credit(self.number, -1, count))
 
-    def _gone(self) -> InstanceLostError:
-        self._is_gone = True
-        return InstanceLostError(
-            f"{self._what} cannot be called: the client that made the object has left the pool, "
-            "and the object is gone with it; make another one"
-        )
+    def end(self, word: Cancel | Credit | None = None) -> None:
+        """Forget the call, and tell the other end so."""
+        if self._line is not None:
+            self._line.end(self, word)
 
-    def _end(self) -> None:
-        """Have the client end the call, and take away what it has put for it."""
-        with contextlib.suppress(StateLostError):
-            if not self._is_gone:
-                self._requests.put(("cancel", self._replies.name))
-                return
-            # Nobody else deletes what is left of the client.
-            self._requests.delete()
-            self._replies.delete()
+
+class ObjectStream:
+    """The items of a generator that a method has returned."""
+
+    def __init__(self, call: HandleCall) -> None:
+        self._call = call
+        self._owed = 0
+        self._over = False
+
+    def __iter__(self) -> ObjectStream:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        if self._owed <= WINDOW // 2:
+            self._call.grant(WINDOW - self._owed)
+            self._owed = WINDOW
+        try:
+            message, pieces = self._call.next_answer()
+        except BaseException:
+            self._over = True
+            raise
+        if isinstance(message, Item) and pieces is not None:
+            self._owed -= 1
+            return encoding.decode(*pieces)
+        self._over = True
+        self._call.end()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop the generator."""
+        if not self._over:
+            self._over = True
+            self._call.end(Credit(self._call.number, -1, -1))
+
+    def __del__(self) -> None:
+        self.close()

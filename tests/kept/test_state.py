@@ -56,8 +56,6 @@ def test_a_handle_of_a_client_that_has_left_says_so(kept: str) -> None:
             sky.errors.InstanceLostError, match=r"Marked\.there .*client that .* has left"
         ):
             compute.run(asks(), on=1)
-        requests = sky.queue(sky.dict("handles")["marked"]._desk)
-        assert requests.qsize() == 0, "nobody would take a request from there"
 
 
 def test_a_client_that_is_killed_beside_its_pool_frees_its_locks_at_once(

@@ -66,6 +66,7 @@ from skyward.wire.messages import (
     AT_FAILURES,
     KEEPING_FRAMES,
     Cancel,
+    Closed,
     Credit,
     DebuggerSays,
     Define,
@@ -139,6 +140,10 @@ class Dispatcher:
         self._prospects = prospects
         self._loop = loop
         self._options, self._devices = options, devices
+        self.default_timeout = options.default_timeout
+        self.offered: dict[str, Any] = {}
+        """The objects whose handles were sent somewhere, by key: nobody knows when the last copy of
+        one is gone, so they live until they are closed, or the pool is."""
         self._ids = itertools.count(1)
         self._held = HeldWorkers(self.lanes, console)
         self.timeouts = Timeouts(loop, self.lanes, self.cancel)
@@ -281,9 +286,7 @@ class Dispatcher:
             inputs,
         )
         task.on, task.worker, task.pinned, task.apart = on, worker, pinned, function.apart
-        task.timeout = (
-            self._options.default_timeout if function.timeout is None else function.timeout
-        )
+        task.timeout = self.default_timeout if function.timeout is None else function.timeout
         task.retries = function.retries or self._options.retries
         task.staying, task.awaits = staying, awaits
         if tracing.MODULE in sys.modules:
@@ -690,6 +693,10 @@ class Dispatcher:
                 self._nested.define(lane, message, pieces)
             case Cancel():
                 self._nested.drop(lane, message.task)
+            case Closed():
+                instance = self.offered.get(message.key)
+                if instance is not None:
+                    instance._residence.note_closed()
             case _:
                 raise ProtocolError(f"an executor does not send {type(message).__name__}")
 
@@ -1001,6 +1008,7 @@ class Dispatcher:
             self._why_closed = refusal or CLOSED
             unfinished = self.lanes.take_all()
         self.debuggers.close()
+        self.offered.clear()
         for task in unfinished:
             # A user who closes the pool does not want the rest of a stream.
             task.cancelled = task.cancelled or task.stream is not None

@@ -33,6 +33,7 @@ from skyward.wire.messages import (
     Payload,
     Released,
     Run,
+    Share,
 )
 
 RECALL_SECONDS = 0.05
@@ -104,7 +105,7 @@ class Connection:
     def take(self, frame: Frame, payload: Payload) -> Pieces:
         """Read a received payload; its shared memory is mapped."""
         if not payload.buffers and frame.body is not None and not frame.descriptors:
-            return payloads.unpack(payload, frame.body, _nowhere)
+            return payloads.unpack(payload, frame.body, payloads.nowhere)
         payloads.check(frame, payload)
         for (segment, size), descriptor in zip(payload.segments, frame.descriptors, strict=True):
             self._mapped.add(segment, size, descriptor)
@@ -503,6 +504,19 @@ class Lanes:
         """Whether an executor is there; one that is lost never comes back."""
         return load in self._by_load
 
+    def offer(self, load: Load[Task]) -> tuple[str, str]:
+        """Have tasks connect to an executor, to call its objects: where, and whom they find there.
+
+        Empty if the executor is lost.
+        """
+        lane = self._by_load.get(load)
+        if lane is None:
+            return "", ""
+        if not lane.neighbor.offered:
+            lane.neighbor.offered = True
+            lane.tell(Share())
+        return lane.neighbor.endpoints, lane.neighbor.certified
+
     def relist(self) -> None:
         """Find every free slot again: a Ctrl-C may have interrupted the assigning of a task."""
         with self.lock:
@@ -678,10 +692,6 @@ def _run(task: Task, payload: Payload, inputs: list[str], pending: bool = False)
     code, mode = task.code.key, task.debugged
     name, apart = task.name, task.apart
     return Run(task.id, name, code, payload, keys, inputs, stays, trace, mode, apart, pending)
-
-
-def _nowhere(ref: Buffer) -> memoryview:
-    raise ProtocolError("a buffer that is nowhere")
 
 
 def _held_up(load: Load[Task]) -> bool:

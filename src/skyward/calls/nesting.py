@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from skyward import handles, instances
 from skyward.calls.lane import PROMPT_BYTES, Lane
 from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
 from skyward.calls.sending import Sending
@@ -109,7 +110,11 @@ class NestedCalls:
         call = asker.calls[start.number] = NestedCall(lane, start.number, depth)
         try:
             values, asker.values = asker.values, {}
-            handles = [
+            if start.object:
+                # Not here: the object may have to be made again first, which waits.
+                _run_aside(functools.partial(self._call_object, call, start, pieces))
+                return
+            given = [
                 PackedHandle(key, encoded_of(*values[key], ()), fresh=True) for key in start.handles
             ]
             function = PackedFunction(
@@ -120,18 +125,34 @@ class NestedCalls:
                 retries=start.retries,
                 fail_fast=start.fail_fast,
             )
-            pending = PackedCall(function, encoded_of(*pieces, handles))
+            pending = PackedCall(function, encoded_of(*pieces, given))
             if start.everywhere:
                 if lane.preparation.replaced:
                     raise group_is_over(start.name)
                 # Not the staff: broadcasts may wait for others, as long as they like.
                 _run_aside(functools.partial(self._run_everywhere, call, pending))
                 return
-            task = self._runner.prepare(pending, keep=True)
-            task.depth = depth
-            call.tasks.append(task)
-            task.when_done(functools.partial(self._done, call))
-            self._runner.submit_nested(task)
+            self._begin(call, pending)
+        except Exception as problem:
+            self._fail(call, problem)
+
+    def _begin(self, call: NestedCall, pending: Pending[Any]) -> None:
+        task = self._runner.prepare(pending, keep=True)
+        task.depth = call.depth
+        call.tasks.append(task)
+        task.when_done(functools.partial(self._done, call))
+        self._runner.submit_nested(task)
+
+    def _call_object(self, call: NestedCall, start: Start, pieces: Pieces) -> None:
+        """Call a method of an object that the task cannot reach by itself."""
+        try:
+            instance = handles.offered.get(start.object)
+            if instance is None:
+                raise instances.client_has_left(start.name)
+            function = instance._function(start.name.rpartition(".")[2])
+            self._begin(call, PackedCall(function, encoded_of(*pieces, ())))
+            if call.dropped:
+                self._drop(call)
         except Exception as problem:
             self._fail(call, problem)
 

@@ -51,7 +51,7 @@ class PackedCall(Pending[Any]):
 
     _encoded: Encoded
 
-    def __init__(self, function: PackedFunction, arguments: Encoded) -> None:
+    def __init__(self, function: Function[..., Any], arguments: Encoded) -> None:
         super().__init__(function, (), {})
         object.__setattr__(self, "_encoded", arguments)
 

@@ -26,12 +26,16 @@ OTHER_SOURCES = 2
 
 @dataclass(slots=True, eq=False)
 class Neighbor:
-    """An executor that others may fetch buffers from."""
+    """An executor that others may fetch buffers from, and whose objects they may call."""
 
     address: str = ""
     """Where the other executors reach this one; empty if they cannot."""
     certified: str = ""
     """The name in its certificate."""
+    endpoints: str = ""
+    """All places where processes of this and of other nodes may reach it."""
+    offered: bool = False
+    """Whether it knows that tasks call its objects."""
     connected: bool = True
     """Whether the client has a connection to the executor now."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
+import functools
 import queue
 import threading
 import time
@@ -16,16 +16,14 @@ from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.scheduler import Load
 from skyward.calls.staying import ArrivedTensors, Staying
 from skyward.calls.tracing import CallTrace
-from skyward.errors import RemoteError, SkywardError, TaskCancelledError
+from skyward.errors import RemoteError, SkywardError
 from skyward.functions import ArrivalSignal, Future
 from skyward.objects import encoding
-from skyward.objects.exceptions import add_note
-from skyward.objects.payloads import Pieces
+from skyward.objects.payloads import Pieces, raised
 from skyward.wire.messages import NEVER, Failure
 
 WINDOW = 16
 """How many items the worker may be ahead of the consumer."""
-_EXIT_HINT = " (the function called sys.exit; the worker goes on)"
 
 StreamItem = tuple[Pieces, ArrivedTensors | None]
 
@@ -382,56 +380,9 @@ class Failed(Answer):
 
 def remote_failure(failure: Failure, pieces: Pieces | None, name: str, where: str) -> Failed:
     """The exception that a task raised, with a note that has its node and remote traceback."""
-
-    def make() -> BaseException:
-        if failure.cancelled:
-            return TaskCancelledError(f"{name} was cancelled on {where}")
-        text = remote_traceback(failure)
-        problem: BaseException | None = None
-        why = ""
-        if failure.unsent:
-            why = f" (the exception itself cannot be sent: {failure.unsent})"
-        elif failure.type_name == "SystemExit":
-            why = _EXIT_HINT
-        if pieces is not None:
-            try:
-                portable = encoding.decode(*pieces)
-                problem = portable.rebuild()
-            except Exception as unknown:
-                why = (
-                    " (the exception itself cannot be rebuilt here: "
-                    f"{type(unknown).__name__}: {unknown})"
-                )
-        if not isinstance(problem, Exception):
-            problem = RemoteError(
-                f"{failure.type_name}: {failure.text}{why}",
-                type_name=failure.type_name,
-                remote_traceback=text,
-            )
-        add_note(problem, f"raised by {name} on {where}; remote traceback:\n{text}".rstrip())
-        if isinstance(problem, ModuleNotFoundError):
-            add_note(
-                problem,
-                f"the module {problem.name!r} is missing on {where}; install it there, for "
-                f"example with sky.Image(pip=[{problem.name!r}]), or send it with "
-                "sky.Image(includes=[...])",
-            )
-        return problem
-
     summary = f"{failure.type_name}: {failure.text}"
+    make = functools.partial(raised, failure, pieces, name, where)
     return Failed(make, lambda: summary, Raised(failure, pieces, name, where))
-
-
-def remote_traceback(failure: Failure) -> str:
-    """The remote frames with source lines; if the worker has no file, from the client's file."""
-    lines = []
-    for file, number, function, source in failure.frames:
-        lines.append(f'  File "{file}", line {number}, in {function}')
-        source = source or linecache.getline(file, number).strip()
-        if source:
-            lines.append(f"    {source}")
-    lines.append(f"{failure.type_name}: {failure.text}" if failure.text else failure.type_name)
-    return "\n".join(lines)
 
 
 def not_the_end(problem: BaseException) -> BaseException:

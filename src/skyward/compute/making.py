@@ -7,19 +7,20 @@ import functools
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
+from skyward import handles
 from skyward.calls.scheduler import Load
 from skyward.calls.task import Task
 from skyward.classes import Instance, Making, Residence
 from skyward.compute.broadcasting import outcomes_of
-from skyward.compute.serving import offer
-from skyward.errors import SkywardError
+from skyward.errors import SerializationError, SkywardError
 from skyward.functions import Future, Pending
 from skyward.groups import InstanceGroup
+from skyward.handles import ObjectPlace
 from skyward.nodes.fleet import Fleet
 from skyward.staff import Staff
 
 C = TypeVar("C")
-Place = tuple[int, int]
+Worker = tuple[int, int]
 
 _freeing = Staff("skyward-instances", 1)
 
@@ -60,6 +61,26 @@ class Seat:
         """Run a call there some time, for whom nobody waits; a finalizer may ask for it."""
         # A finalizer may run wherever this thread is just now, also where it holds a lock.
         self.dispatcher.call_soon(functools.partial(self._hand_over, pending))
+
+    def offer(self, instance: Instance) -> ObjectPlace:
+        """Have tasks call the object; it lives until `take_back`, or until the client leaves."""
+        if self._fleet.closed:
+            raise SerializationError(
+                f"{instance!r} cannot be sent: its client has left the pool; make another one"
+            )
+        self.dispatcher.offered[instance._residence.key] = instance
+        handles.offered[instance._residence.key] = instance
+        endpoints, certified = self.dispatcher.lanes.offer(self.load)
+        return ObjectPlace(self._fleet.id, endpoints, certified, self.where)
+
+    def take_back(self, key: str) -> None:
+        """Forget an object that was offered."""
+        self.dispatcher.offered.pop(key, None)
+
+    @property
+    def default_timeout(self) -> float | None:
+        """How long a call may take whose class and method don't say, in seconds."""
+        return self.dispatcher.default_timeout
 
     def _hand_over(self, pending: Pending[Any]) -> None:
         _freeing.submit(self._free, pending)
@@ -104,16 +125,15 @@ def make_everywhere(fleet: Fleet, making: Making[C], *, fail_fast: bool) -> Inst
     return InstanceGroup([_instance(fleet, making, key, task, at) for at, key, task in made])
 
 
-def _instance(fleet: Fleet, making: Making[C], key: str, task: Task, at: Place | int | None) -> C:
+def _instance(fleet: Fleet, making: Making[C], key: str, task: Task, at: Worker | int | None) -> C:
     """The handle of an object that a task has made."""
     again = functools.partial(_make_again, fleet, making, at)
-    send = functools.partial(offer, fleet)
-    residence = Residence(making, key, _seat_of(fleet, task), again, send)
+    residence = Residence(making, key, _seat_of(fleet, task), again)
     # To its user, the handle is what it stands for, as the data of `sky.put` is.
     return cast(C, Instance(residence))
 
 
-def _make_again(fleet: Fleet, making: Making[Any], at: Place | int | None, key: str) -> Seat:
+def _make_again(fleet: Fleet, making: Making[Any], at: Worker | int | None, key: str) -> Seat:
     worker = at if isinstance(at, tuple) else None
     on = at if isinstance(at, int) else None
     task = fleet.dispatcher.prepare(making.call(key), keep=False, on=on, worker=worker)

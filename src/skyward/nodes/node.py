@@ -1248,7 +1248,9 @@ class Node:
             self,
             pid=up.pid,
             port=up.port,
-            neighbor=Neighbor(address, self.host.name),
+            neighbor=Neighbor(
+                address, self.host.name, " ".join(self.host.routes.for_peers(up.endpoint))
+            ),
             relays=fleet.relays,
         )
         lane.preparation.group = up.group

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from skyward.errors import ProtocolError
+from skyward.errors import ProtocolError, RemoteError, TaskCancelledError
+from skyward.objects import encoding
 from skyward.objects.blobs import BLOB_MIN
 from skyward.objects.encoding import Encoded
+from skyward.objects.exceptions import add_note
 from skyward.objects.memory import ALIGNMENT
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.messages import INLINE, STREAMED, Buffer, Payload
+from skyward.wire.messages import INLINE, STREAMED, Buffer, Failure, Payload
 
 Pieces = tuple[memoryview, list[memoryview], list[tuple[int, int]]]
 """A received object: its pickle, its buffers, and each tensor storage's first byte and size."""
@@ -115,3 +118,57 @@ def read_body(
         place[:] = frame.body[at : at + len(place)]
         at += len(place)
     return frame.body
+
+
+def nowhere(ref: Buffer) -> memoryview:
+    """Where the buffers of a payload are if all are inline."""
+    raise ProtocolError("a buffer that is nowhere")
+
+
+def raised(failure: Failure, pieces: Pieces | None, name: str, where: str) -> BaseException:
+    """The exception that a task raised, with a note that has its node and remote traceback."""
+    if failure.cancelled:
+        return TaskCancelledError(f"{name} was cancelled on {where}")
+    text = _remote_traceback(failure)
+    problem: BaseException | None = None
+    why = ""
+    if failure.unsent:
+        why = f" (the exception itself cannot be sent: {failure.unsent})"
+    elif failure.type_name == "SystemExit":
+        why = " (the function called sys.exit; the worker goes on)"
+    if pieces is not None:
+        try:
+            portable = encoding.decode(*pieces)
+            problem = portable.rebuild()
+        except Exception as unknown:
+            why = (
+                " (the exception itself cannot be rebuilt here: "
+                f"{type(unknown).__name__}: {unknown})"
+            )
+    if not isinstance(problem, Exception):
+        problem = RemoteError(
+            f"{failure.type_name}: {failure.text}{why}",
+            type_name=failure.type_name,
+            remote_traceback=text,
+        )
+    add_note(problem, f"raised by {name} on {where}; remote traceback:\n{text}".rstrip())
+    if isinstance(problem, ModuleNotFoundError):
+        add_note(
+            problem,
+            f"the module {problem.name!r} is missing on {where}; install it there, for "
+            f"example with sky.Image(pip=[{problem.name!r}]), or send it with "
+            "sky.Image(includes=[...])",
+        )
+    return problem
+
+
+def _remote_traceback(failure: Failure) -> str:
+    """The remote frames with source lines; if the worker has no file, from the file here."""
+    lines = []
+    for file, number, function, source in failure.frames:
+        lines.append(f'  File "{file}", line {number}, in {function}')
+        source = source or linecache.getline(file, number).strip()
+        if source:
+            lines.append(f"    {source}")
+    lines.append(f"{failure.type_name}: {failure.text}" if failure.text else failure.type_name)
+    return "\n".join(lines)

@@ -8,10 +8,10 @@ import time
 from typing import Any, Protocol, runtime_checkable
 
 from skyward import context, functions
-from skyward.errors import ConfigurationError, SkywardError, StateLostError
+from skyward.errors import ConfigurationError, StateLostError
 from skyward.state.link import LocalLink, RemoteLink, StateLink
 from skyward.wire.channel import Channel
-from skyward.wire.connecting import connect
+from skyward.wire.connecting import connect_peer
 from skyward.wire.identity import PEER, Credentials, node_name
 from skyward.wire.messages import Hello
 
@@ -33,8 +33,10 @@ class WorkerState:
     """The way from a process of a node to the state of its pool."""
 
     def __init__(self) -> None:
-        self._credentials: Credentials | None = None
-        self._threaded = True
+        self.credentials: Credentials | None = None
+        """What this process proves its identity with; None if it is no worker."""
+        self.threaded = True
+        """Whether threads run the tasks of this process."""
         self._lock = threading.Lock()
         self._where = ""
         """Where the owner is that the link leads to."""
@@ -48,7 +50,7 @@ class WorkerState:
         A worker does so when it starts. On its main thread, tasks are never interrupted in code of
         ours that reads, so that it can read by itself.
         """
-        self._credentials, self._threaded = credentials, threads
+        self.credentials, self.threaded = credentials, threads
 
     def link(self) -> StateLink | None:
         """The link; None if this process belongs to no pool."""
@@ -65,7 +67,7 @@ class WorkerState:
             where = context.instance_info().state
             if self._link is None or where != self._where:
                 old, self._where = self._link, where
-                self._link = RemoteLink(self._dial, _who(), threaded=self._threaded, direct=True)
+                self._link = RemoteLink(self._dial, _who(), threaded=self.threaded, direct=True)
                 if old is not None:
                     old.close()
             return self._link
@@ -73,24 +75,11 @@ class WorkerState:
     def _dial(self) -> Channel:
         info = _await_owner()
         hello = Hello(info.job_id, f"{PEER}-service-state", pid=os.getpid())
-        problems = []
-        for endpoint in info.state.split():
-            if endpoint.startswith("unix:") and not os.path.exists(endpoint.removeprefix("unix:")):
-                continue
-            if endpoint.startswith("tcp:") and self._credentials is None:
-                problems.append("only a worker has the certificates, not a process that it starts")
-                continue
-            credentials = self._credentials if endpoint.startswith("tcp:") else None
-            try:
-                channel, _ = connect(endpoint, hello, credentials, node_name(info.job_id, OWNER))
-            except (OSError, EOFError, SkywardError) as problem:
-                problems.append(str(problem))
-            else:
-                return channel
-        raise StateLostError(
-            f"node {OWNER}, which has it, does not answer"
-            + (f" ({'; '.join(problems)})" if problems else "")
-        )
+        try:
+            return connect_peer(info.state, hello, self.credentials, node_name(info.job_id, OWNER))
+        except OSError as problem:
+            why = f" ({problem})" if str(problem) else ""
+            raise StateLostError(f"node {OWNER}, which has it, does not answer{why}") from problem
 
     def forked(self) -> None:
         """Forget the connection of the parent process; the child makes its own."""

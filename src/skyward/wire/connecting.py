@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import ssl
@@ -11,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from skyward.errors import AuthenticationError, ProtocolError
+from skyward.errors import AuthenticationError, ProtocolError, SkywardError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame, FrameDecoder
@@ -77,6 +78,28 @@ def connect(
     hello = msgspec.structs.replace(hello, session=secrets.token_hex(8))
     sender, receiver, welcome = connect_pair(endpoint, hello, context, name, seconds, dial)
     return Channel(sender, receiver), welcome
+
+
+def connect_peer(
+    endpoints: str, hello: Hello, credentials: Credentials | None, name: str
+) -> Channel:
+    """Open a channel from a process of a node to one of any node, at the first place that answers.
+
+    `OSError` if none does: it says why.
+    """
+    problems = []
+    for endpoint in endpoints.split():
+        if endpoint.startswith("unix:") and not os.path.exists(endpoint.removeprefix("unix:")):
+            continue
+        if endpoint.startswith("tcp:") and credentials is None:
+            problems.append("only a worker has the certificates, not a process that it starts")
+            continue
+        own = credentials if endpoint.startswith("tcp:") else None
+        try:
+            return connect(endpoint, hello, own, name)[0]
+        except (OSError, EOFError, SkywardError) as problem:
+            problems.append(str(problem))
+    raise ConnectionError("; ".join(problems))
 
 
 def connect_once(

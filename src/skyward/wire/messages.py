@@ -22,6 +22,9 @@ Never; at `breakpoint()`; there, and a failure's frames are kept; also when the 
 once, in the frames of the failure before.
 """
 
+OBJECT_CALLS = 1 << 62
+"""From here, tasks are numbered that call objects of other executors; below are a client's."""
+
 CODE_KEPT = 64
 """How many functions a client keeps of those that an executor has defined, for `Start`."""
 
@@ -69,9 +72,10 @@ class Hello(Message):
     role: str
     """The connection's purpose: "control", "data", "device-ops" or "device-bulk".
 
-    Between executors it is "peer"; further bulk connections of a device have a number. Between the
-    processes of two devices it is "peer-LINK-NUMBER". To a service of an agent it is "service-NAME"
-    for clients alone, or "peer-service-NAME" if processes of the pool's nodes may ask, too.
+    Between executors it is "peer", or "peer-objects" to call objects of the other one; further bulk
+    connections of a device have a number. Between the processes of two devices it is
+    "peer-LINK-NUMBER". To a service of an agent it is "service-NAME" for clients alone, or
+    "peer-service-NAME" if processes of the pool's nodes may ask, too.
     """
     direction: str = "both"
     """For one connection of an encrypted pair: "send" or "receive", as the client sees it."""
@@ -563,6 +567,9 @@ class Start(Message):
     """In seconds; 0 if the function has none of its own."""
     retries: Size = 0
     fail_fast: bool = False
+    object: str = ""
+    """The key of an object that the task does not reach, and whose method is called: the last word
+    of the name. Then there is no code."""
 
 
 class Waits(Message):
@@ -571,6 +578,19 @@ class Waits(Message):
     KIND = 46
     task: int
     waits: bool
+
+
+class Share(Message):
+    """Tasks of all nodes may call objects of this executor: from now on, they connect to it."""
+
+    KIND = 47
+
+
+class Closed(Message):
+    """A task has closed an object."""
+
+    KIND = 48
+    key: str
 
 
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}

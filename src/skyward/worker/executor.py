@@ -8,6 +8,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from contextvars import copy_context
@@ -17,7 +18,7 @@ import msgspec
 
 from skyward import context, curves, instances
 from skyward.errors import PluginError, PoolError, ProtocolError
-from skyward.objects import encoding
+from skyward.objects import encoding, payloads
 from skyward.objects.payloads import Pieces
 from skyward.plugins import rendezvous
 from skyward.state.reaching import worker_state
@@ -27,6 +28,7 @@ from skyward.wire.frames import Frame
 from skyward.wire.identity import PEER, Credentials
 from skyward.wire.listener import Listener
 from skyward.wire.messages import (
+    OBJECT_CALLS,
     Cancel,
     Credit,
     DebuggerHears,
@@ -47,9 +49,10 @@ from skyward.wire.messages import (
     Released,
     Result,
     Run,
+    Share,
     Topology,
 )
-from skyward.worker import hooks, lifeline, limits
+from skyward.worker import failures, hooks, lifeline, limits
 from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.debugging import Debuggers
@@ -60,7 +63,7 @@ from skyward.worker.interrupts import Interrupted, Interrupts
 from skyward.worker.outbox import Outbox
 from skyward.worker.output import NumberLog, ProcessCapture, ThreadCapture, current_task
 from skyward.worker.pending import PendingTasks
-from skyward.worker.places import ReadyTask, TaskPlaces
+from skyward.worker.places import ObjectCaller, ReadyTask, TaskPlaces
 from skyward.worker.reader import TaskReader
 from skyward.worker.relay import Relay
 from skyward.worker.running import Leave, TaskRunner
@@ -70,6 +73,10 @@ from skyward.worker.task_output import TaskOutput
 
 if TYPE_CHECKING:
     from skyward.worker.nesting import NestedPool
+
+STOP_LOOKS, LOOK_SECONDS = 4, 0.5
+"""How often, and after how long each time, a call of an object that was cancelled may still run
+before that costs its process: several looks, since the whole machine may have stood still."""
 
 
 class Executor:
@@ -121,6 +128,8 @@ class Executor:
         encoding.find_handles(self._definitions.resolve)
         self._pending = PendingTasks(self._inbox, self._definitions, self._admit)
         self._client = ClientConnection(self._inbox, Outbox(config.blob_cap))
+        self._offered = False
+        """Whether tasks elsewhere may call objects of this process, at any time."""
         self._relay = Relay(
             config.pool, self._credentials, self._inbox.arrivals, settled=self._settle_pending
         )
@@ -141,8 +150,78 @@ class Executor:
         if hello.role == PEER:
             self._relay.serve(channel)
             return
+        if hello.role == f"{PEER}-objects":
+            self._serve_objects(channel)
+            return
         if hello.role != "data" or not self._client.connect(channel):
             channel.close()
+
+    # Calls of objects by tasks elsewhere; on a thread for each process that has such tasks.
+
+    def _serve_objects(self, channel: Channel) -> None:
+        """Take the calls of one process until it is gone; those that it has left then end."""
+        caller = ObjectCaller(channel)
+        try:
+            while True:
+                frame = channel.receive()
+                match messages.decode(frame.kind, frame.meta):
+                    case Run() as run:
+                        body = payloads.read_body(channel, frame, run.payload, [])
+                        self._take_object_call(caller, run, body)
+                    case Cancel(task=task) if task in caller.calls:
+                        self._stop_object_call(task)
+                    case Credit(count=-1, task=task) if task in caller.calls:
+                        self._stop_object_call(task, closes=True)
+                    case Credit() as credit if credit.task in caller.calls:
+                        self._grant(credit)
+                    case Cancel() | Credit():
+                        # It has ended meanwhile.
+                        pass
+                    case other:
+                        raise ProtocolError(f"a task does not send {type(other).__name__}")
+        except (OSError, EOFError, ProtocolError):
+            pass
+        finally:
+            channel.close()
+            for task in list(caller.calls):
+                self._stop_object_call(task)
+
+    def _take_object_call(self, caller: ObjectCaller, run: Run, body: bytearray) -> None:
+        if run.task < OBJECT_CALLS:
+            raise ProtocolError(f"a call of an object has the number {run.task}")
+        key = run.code.decode()
+        caller.calls.add(run.task)
+        if not instances.has(key):
+            # Not as a task: without a client, nobody runs any.
+            problem = instances.lost(key, run.name)
+            caller.send(*failures.report(problem, run.task, 0.0, caller.pack, cancelled=False))
+            return
+        run.apart = key if instances.is_apart(key) else ""
+        self._admit(run, payloads.unpack(run.payload, body, payloads.nowhere), caller)
+
+    def _stop_object_call(self, task: int, *, closes: bool = False) -> None:
+        """Cancel a call that nobody waits for, or close its stream; if it goes on, go further."""
+        job = self._places.find(task)
+        if job is None:
+            return
+        if closes and job.output is not None:
+            job.output.close()
+        else:
+            self._cancel(task)
+        threading.Thread(
+            target=self._look_after_stopped, args=(job,), name="skyward-stopped", daemon=True
+        ).start()
+
+    def _look_after_stopped(self, job: ReadyTask) -> None:
+        """Do as the client does with a task that does not end when it is cancelled."""
+        task, running = job.run.task, self._places.running
+        for _ in range(STOP_LOOKS):
+            time.sleep(LOOK_SECONDS)
+            if running.get(task) is not job:
+                return
+        if job.cancelled and len(running) == 1:
+            self._give_up(PoolError(f"{job.run.name} was cancelled and did not end"))
+        self._stop_object_call(task)
 
     # Receiving; never on a thread that runs user code.
 
@@ -218,6 +297,8 @@ class Executor:
                     self._prepare(message)
             case Detach():
                 self._part_from_client()
+            case Share():
+                self._offered = True
             case _:
                 raise ProtocolError(f"a client does not send {type(message).__name__}")
 
@@ -249,9 +330,9 @@ class Executor:
         before.channel.close()
         self._client.wait()
 
-    def _admit(self, run: Run, pieces: Pieces) -> None:
+    def _admit(self, run: Run, pieces: Pieces, caller: ObjectCaller | None = None) -> None:
         """Queue a task whose buffers and definitions are all here."""
-        job = ReadyTask(run, pieces, [])
+        job = ReadyTask(run, pieces, [], caller=caller)
         if run.inputs:
             channel, streams = self._client.channel, range(len(run.inputs))
             job.inputs = [InputStream(run.task, each, channel, self._hurry) for each in streams]
@@ -299,11 +380,10 @@ class Executor:
         held = self._pending.clear()
         with self._places.lock:
             waiting = self._places.waiting
-            given = [*waiting, *held]
-            for job in waiting.values():
-                job.cancelled = True
-            waiting.clear()
-        channel.send(Recalled(given))
+            given = [task for task, job in waiting.items() if job.caller is None]
+            for task in given:
+                waiting.pop(task).cancelled = True
+        channel.send(Recalled([*given, *held]))
 
     def _cancel(self, task: int) -> None:
         self._pending.cancel(task)
@@ -341,6 +421,8 @@ class Executor:
             elif self._nested is not None:
                 self._nested.wake(job)
             return
+        if task >= OBJECT_CALLS:
+            return
         # The client also gets this answer for a task that never arrived, or is done.
         self._client.send(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
 
@@ -361,7 +443,7 @@ class Executor:
 
     def _serve(self) -> None:
         if not self._config.threads:
-            self._reader = TaskReader(self._read_one, lambda: bool(self._pending))
+            self._reader = TaskReader(self._read_one, lambda: self._offered or bool(self._pending))
             while True:
                 prepare = self._reader.next()
                 if prepare is not None:
@@ -416,7 +498,7 @@ class Executor:
                 ring.begin(job.run.task, job.run.name)
             answer: Message | None = None
             try:
-                outcome = self._runner.run(job, self._client, self._definitions)
+                outcome = self._runner.run(job, job.caller or self._client, self._definitions)
                 answer = outcome[0]
             finally:
                 places, task = self._places, job.run.task
@@ -428,10 +510,11 @@ class Executor:
                     ring.end(answer)
                 if self._nested is not None and not isinstance(answer, (Result, End)):
                     self._nested.give_up(job)
-            self._client.send(*outcome)
+            (job.caller or self._client).send(*outcome)
         except Interrupted:
             # On a thread, the interrupt may be raised after the function has returned.
-            self._client.send(Failure(job.run.task, 0.0, "", "cancelled", [], None, True))
+            cancelled = Failure(job.run.task, 0.0, "", "cancelled", [], None, True)
+            (job.caller or self._client).send(cancelled)
 
     def _nested_pool(self) -> NestedPool:
         """The pool of the tasks of this process, for a task that starts others."""

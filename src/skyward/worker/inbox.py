@@ -52,7 +52,7 @@ class Inbox:
     ) -> tuple[Pieces | None, list[bytes]]:
         """The pieces of an object whose body has been read, or the digests that are missing."""
         if not payload.buffers:
-            return payloads.unpack(payload, body, nowhere), []
+            return payloads.unpack(payload, body, payloads.nowhere), []
         missing: list[bytes] = []
 
         def find(ref: Buffer) -> memoryview:
@@ -130,11 +130,6 @@ class Inbox:
         """Tell the client which of its segments nothing here maps any more."""
         if self._mapped.released:
             channel.send(Released(_emptied(self._mapped.released)))
-
-
-def nowhere(ref: Buffer) -> memoryview:
-    """Where the buffers of a payload are that has none."""
-    raise ProtocolError("a buffer that is nowhere")
 
 
 def _emptied(items: deque[T]) -> list[T]:

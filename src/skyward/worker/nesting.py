@@ -38,6 +38,7 @@ from skyward.staff import Staff
 from skyward.wire.messages import (
     CODE_KEPT,
     Cancel,
+    Closed,
     Credit,
     Define,
     End,
@@ -120,6 +121,23 @@ class NestedPool:
         futures = [self._start(pending) for pending in pendings]
         return _results(futures, ordered=ordered)
 
+    def call_object(
+        self, key: str, what: str, encoded: Encoded, made: Callable[[Future[Any]], object]
+    ) -> Any:
+        """Have the client call a method of an object that this process does not reach.
+
+        `made` gets the call's future before it is waited for.
+        """
+        future, start = self._new_start(what, b"")
+        start.object = key
+        self._send(start, None, encoded)
+        made(future)
+        return self._awaited(future)
+
+    def note_closed(self, key: str) -> None:
+        """Tell the client that a task has closed an object."""
+        self._client.send(Closed(key))
+
     def _awaited(self, future: NestedFuture) -> Any:
         try:
             return future.result()
@@ -138,18 +156,10 @@ class NestedPool:
                 "name; pass it as an argument"
             )
         encoded, awaited = _encoded(pending)
-        job = self._current()
-        future = NestedFuture(self, -next(self._numbers), job)
-        number, task = future.number, 0 if job is None else job.run.task
-        start = Start(number, task, function.name, code.key, _NOTHING, list(awaited), everywhere)
+        future, start = self._new_start(function.name, code.key)
+        start.handles, start.everywhere = list(awaited), everywhere
         start.timeout, start.retries = function.timeout or 0.0, function.retries
         start.fail_fast = function.fail_fast
-        # Not the future, which would refer to itself then.
-        future._bind(
-            lambda: self._drop(number),
-            lambda: number in self._calls and start.payload is not _NOTHING,
-        )
-        self._calls[number] = future
         if awaited:
             # Now, since the caller may change them before the last future is done.
             encoded.buffers = [memoryview(bytes(buffer)) for buffer in encoded.buffers]
@@ -159,14 +169,32 @@ class NestedPool:
             self._send(start, code, encoded)
         return future
 
+    def _new_start(self, name: str, code: bytes) -> tuple[NestedFuture, Start]:
+        """A call that the client can be asked for, and its future."""
+        job = self._current()
+        future = NestedFuture(self, -next(self._numbers), job)
+        number, task = future.number, 0 if job is None else job.run.task
+        start = Start(number, task, name, code, _NOTHING)
+        # Not the future, which would refer to itself then.
+        future._bind(
+            lambda: self._drop(number),
+            lambda: number in self._calls and start.payload is not _NOTHING,
+        )
+        self._calls[number] = future
+        return future, start
+
     def _send(
-        self, start: Start, code: Code, encoded: Encoded, values: Mapping[bytes, Encoded] = _NONE
+        self,
+        start: Start,
+        code: Code | None,
+        encoded: Encoded,
+        values: Mapping[bytes, Encoded] = _NONE,
     ) -> None:
         """Ask the client for a call, whose arguments refer to values."""
         sendable = self._client.lay_out(encoded)
         start.payload = sendable[0]
         with self._sending:
-            if code.key not in self._defined:
+            if code is not None and code.key not in self._defined:
                 self._defined[code.key] = None
                 if len(self._defined) > CODE_KEPT:
                     self._defined.popitem(last=False)

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from skyward.objects.payloads import Pieces, unpack
+from skyward.objects.payloads import Pieces, nowhere, unpack
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Define, Missing, Run
 from skyward.worker.definitions import Definitions
-from skyward.worker.inbox import Inbox, nowhere
+from skyward.worker.inbox import Inbox
 
 
 @dataclass(slots=True)

@@ -6,18 +6,23 @@ those that run tasks, runs another one. When the first goes on, both run until o
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyward import instances
 from skyward.errors import PoolError
+from skyward.objects import encoding, payloads
+from skyward.objects.encoding import Encoded
 from skyward.objects.payloads import Pieces
 from skyward.staff import Staff
-from skyward.wire.messages import Message, Places, Run, Waits
+from skyward.wire.channel import Channel
+from skyward.wire.messages import End, Failure, Message, Places, Result, Run, Waits
+from skyward.worker.outbox import Sendable
 from skyward.worker.streams import InputStream, OutputStream
 
 if TYPE_CHECKING:
@@ -25,6 +30,34 @@ if TYPE_CHECKING:
 
 WAITING_MAX = 1000
 """How many tasks of an executor may wait for others at a time; each has a thread."""
+
+
+class ObjectCaller:
+    """The connection of a process whose tasks call objects of this one."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.calls: set[int] = set()
+        """The calls that have not ended, as far as the caller has been told."""
+
+    def send(self, message: Message, sendable: Sendable | None = None) -> None:
+        """Send a message, with a packed value if it has one."""
+        if isinstance(message, Failure | End) or (
+            isinstance(message, Result) and message.payload is not None
+        ):
+            self.calls.discard(message.task)
+        # If the caller is gone, whoever reads ends its calls.
+        with contextlib.suppress(OSError):
+            self.channel.send(message, sendable[1] if sendable is not None else ())
+
+    def pack(self, value: Any, what: str = "the value") -> Sendable:
+        """A value, laid out for sending; `what` names it in errors."""
+        return self.lay_out(encoding.encode(value, own_modules=True, what=what))
+
+    def lay_out(self, encoded: Encoded) -> Sendable:
+        """An encoded value, laid out for sending."""
+        packed = payloads.pack(encoded, None)
+        return packed.payload, packed.body, []
 
 
 @dataclass(slots=True)
@@ -49,6 +82,8 @@ class ReadyTask:
     """The device's storages among the arguments, if the result stays: it may have them, too."""
     places: queue.SimpleQueue[Places | None] | None = None
     """If the result stays: the client's answer to `Room`, or None if the task was cancelled."""
+    caller: ObjectCaller | None = None
+    """The process that has called an object, and gets the answer; None if that is the client."""
 
 
 class TaskPlaces:
@@ -212,7 +247,8 @@ class TaskPlaces:
                 self._given_up.add(job.run.task)
                 self._freed.notify_all()
                 helps = bool(self.waiting)
-            self._tell(Waits(job.run.task, True))
+            if job.caller is None:
+                self._tell(Waits(job.run.task, True))
         if helps:
             self.help()
         return job
@@ -228,5 +264,6 @@ class TaskPlaces:
                 if job.waits or job.run.task not in self._given_up:
                     return woken
                 self._given_up.discard(job.run.task)
-            self._tell(Waits(job.run.task, False))
+            if job.caller is None:
+                self._tell(Waits(job.run.task, False))
         return woken

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from skyward import context
+from skyward import context, instances
 from skyward.objects import encoding, references, tensors
 from skyward.wire.messages import POST_MORTEM, Credit, End, Item, Message, Missing, Result
 from skyward.worker import failures, staying, tracing
@@ -19,7 +19,7 @@ from skyward.worker.hooks import Entered
 from skyward.worker.interrupts import Interrupted, Interrupts
 from skyward.worker.outbox import Sendable
 from skyward.worker.output import NumberLog, ProcessCapture, ThreadCapture, current_task
-from skyward.worker.places import ReadyTask
+from skyward.worker.places import ObjectCaller, ReadyTask
 from skyward.worker.streams import InputStream, OutputStream
 
 
@@ -44,7 +44,7 @@ class TaskRunner:
         self._log, self._debuggers, self._hurry = log, debuggers, hurry
 
     def run(
-        self, job: ReadyTask, client: ClientConnection, definitions: Definitions
+        self, job: ReadyTask, client: ClientConnection | ObjectCaller, definitions: Definitions
     ) -> tuple[Message, Sendable | None]:
         """Run a task, and return the last message about it."""
         token = current_task.set(job.run.task)
@@ -93,7 +93,7 @@ class TaskRunner:
         return outcome
 
     def _call(
-        self, job: ReadyTask, client: ClientConnection, definitions: Definitions
+        self, job: ReadyTask, client: ClientConnection | ObjectCaller, definitions: Definitions
     ) -> tuple[Any, bool]:
         """The function's value; the flag says whether its items have been streamed already."""
         if job.run.debugged == POST_MORTEM:
@@ -101,7 +101,7 @@ class TaskRunner:
             self._debuggers.look_back(job)
             self._interrupts.calling.pop(job.thread, None)
             return None, False
-        function = definitions.resolve(job.run.code)
+        function = definitions.resolve(job.run.code) if job.caller is None else instances.called
         if not job.run.stays:
             args, kwargs = encoding.decode(*job.pieces)
         else:
@@ -134,13 +134,17 @@ class TaskRunner:
         self._interrupts.calling.pop(job.thread, None)
         return None, True
 
-    def _pack(self, job: ReadyTask, client: ClientConnection, value: Any, what: str) -> Sendable:
+    def _pack(
+        self, job: ReadyTask, client: ClientConnection | ObjectCaller, value: Any, what: str
+    ) -> Sendable:
         if not job.run.stays:
             return client.pack(value, what)
         send = client.send
         return client.lay_out(staying.encode(job, value, what, send, self._hurry))
 
-    def _stream(self, job: ReadyTask, client: ClientConnection, generator: Any) -> None:
+    def _stream(
+        self, job: ReadyTask, client: ClientConnection | ObjectCaller, generator: Any
+    ) -> None:
         output = job.output = OutputStream(
             self._hurry, lambda permitted: client.send(Credit(job.run.task, -1, permitted))
         )
@@ -159,7 +163,11 @@ class TaskRunner:
                 client.send(Item(job.run.task, -1, sendable[0]), sendable)
 
     def _failure(
-        self, job: ReadyTask, client: ClientConnection, problem: BaseException, ran: float
+        self,
+        job: ReadyTask,
+        client: ClientConnection | ObjectCaller,
+        problem: BaseException,
+        ran: float,
     ) -> tuple[Message, Sendable | None]:
         cancelled = job.cancelled and isinstance(problem, (Interrupted, GeneratorExit))
         return failures.report(problem, job.run.task, ran, client.pack, cancelled=cancelled)
