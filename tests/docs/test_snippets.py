@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ OTHERS = {
     "docs/plugins.md": {"sky.plugins.timing"},  # The plugin that the page makes.
     "docs/skytorch.md": {"compute.namespace"},  # A compute of skytorch.client.
 }
+MADE_OR_EXACT = ("benchmarks.md", "cli.md", "device-coverage.md", "index.md", "wire.md")
+"""Pages that are written by a program, or describe all of something exactly."""
 NEEDING = [each for found in ALL.values() for each in found if each.needs is not None]
 
 
@@ -103,3 +106,13 @@ def test_what_a_snippet_needs_is_something_that_tests_cannot_have() -> None:
     reasons = {each.needs for each in NEEDING}
     assert reasons, "some snippets are for clouds"
     assert all(os.linesep not in (reason or "") for reason in reasons)
+
+
+GUIDES = [page for page in ALL if page.parent.name == "docs" and page.name not in MADE_OR_EXACT]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: str(page.name))
+def test_a_page_says_first_what_its_reader_does(page: Path) -> None:
+    """Before its first section, a page shows a program, a command, or a table of what to write."""
+    first = re.split(r"^## ", page.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
+    assert re.search(r"^(```|\||    \S)", first, re.MULTILINE), first
