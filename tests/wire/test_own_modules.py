@@ -212,6 +212,26 @@ def test_only_the_users_files_count_as_theirs(script: ModuleType) -> None:
     assert not modules.is_own(None)
 
 
+def test_a_package_that_pip_has_put_into_any_folder_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `pip install --target` does, here beside a module of the user's."""
+    for name in ("skytargeted/__init__.py", "skytargeted/inner.py", "skybeside.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    about = tmp_path / "skytargeted-1.0.dist-info"
+    about.mkdir()
+    (about / "RECORD").write_text("skytargeted/__init__.py,,0\nskytargeted/inner.py,,0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("skytargeted.inner", "skybeside"):
+        importlib.import_module(name)
+    assert not modules.is_own("skytargeted")
+    assert not modules.is_own("skytargeted.inner")
+    assert modules.is_own("skybeside")
+    for name in ("skytargeted.inner", "skytargeted", "skybeside"):
+        del sys.modules[name]
+
+
 def test_installed_code_travels_by_name(trip: Callable[..., Any]) -> None:
     for thing in (json.dumps, json, np, np.linalg.norm, np.ndarray, sky.shard):
         assert trip(thing, own_modules=True) is thing

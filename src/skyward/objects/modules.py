@@ -7,6 +7,7 @@ each other.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import inspect
@@ -47,7 +48,25 @@ def _is_own_file(file: str) -> bool:
     path = Path(file).resolve()
     if {"site-packages", "dist-packages"} & set(path.parts):
         return False
-    return not any(path.is_relative_to(root) for root in _installed_roots())
+    if any(path.is_relative_to(root) for root in _installed_roots()):
+        return False
+    # `pip install --target` installs into any folder, also into one that has the user's files.
+    parts = path.parts
+    return not any(
+        name in _installed_in(folder)
+        for folder, name in zip(path.parents, reversed(parts), strict=False)
+    )
+
+
+@functools.cache
+def _installed_in(folder: Path) -> frozenset[str]:
+    """The files and packages that installers have put there, by what they have left on record."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for record in folder.glob("*.dist-info/RECORD"):
+            lines = record.read_text(errors="replace").splitlines()
+            found |= {line.partition(",")[0].strip('"').partition("/")[0] for line in lines}
+    return frozenset(found)
 
 
 def is_own(module: str | None) -> bool:
