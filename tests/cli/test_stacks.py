@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.page import door, inquiry
+from skyward.page import door
 
 from ..conftest import Eventually
 from .conftest import Run
@@ -69,10 +69,10 @@ def test_a_kept_pool_that_is_out_of_reach_does_not_hide_the_others(
     def read(name: str) -> Any:
         raise {"a": TimeoutError("no route"), "b": EOFError(), "c": OSError("refused")}[name]
 
-    monkeypatch.setattr(inquiry, "addresses", list)
-    monkeypatch.setattr(inquiry.keeping, "names", lambda: ["a", "b", "c"])
-    monkeypatch.setattr(inquiry.keeping, "read", read)
-    found = [(pool.name, pool.problem) for pool in inquiry.all_stacks()]
+    monkeypatch.setattr(door, "addresses", list)
+    monkeypatch.setattr(door.keeping, "names", lambda: ["a", "b", "c"])
+    monkeypatch.setattr(door.keeping, "read", read)
+    found = [(pool.name, pool.problem) for pool in door.all_stacks()]
     assert found == [("a", "no route"), ("b", "EOFError"), ("c", "refused")]
 
 
@@ -86,7 +86,7 @@ def test_the_pools_of_one_process_are_asked_at_once(monkeypatch: pytest.MonkeyPa
     spec = SimpleNamespace(name="p")
     pools = [SimpleNamespace(id=f"{n}", spec=spec, stacks=stacks) for n in range(2)]
     monkeypatch.setattr(door, "hub", SimpleNamespace(fleets=pools))
-    assert [(each.pool, each.problem) for each in door._all_stacks()] == [("0", ""), ("1", "")]
+    assert [(each.pool, each.problem) for each in door.own_stacks()] == [("0", ""), ("1", "")]
 
 
 def test_a_process_that_ends_answers_without_its_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,4 +94,4 @@ def test_a_process_that_ends_answers_without_its_stacks(monkeypatch: pytest.Monk
     monkeypatch.setattr(door, "hub", SimpleNamespace(fleets=[pool]))
     # As the interpreter does at its end, when threads may still answer.
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
-    assert door._all_stacks() == []
+    assert door.own_stacks() == []

@@ -18,7 +18,7 @@ import pytest
 
 import skyward as sky
 from skyward.cli.ui import opened
-from skyward.page import sockets
+from skyward.page import door as sockets
 from skyward.page.door import Door
 from skyward.page.gathering import Gathering
 

@@ -40,7 +40,7 @@ def serving(name: str) -> list[int]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if "skyward.page.on_head" in command and command[-1] == name:
+        if "skyward.page.server" in command and command[-1] == name:
             found.append(process.pid)
     return found
 

@@ -23,12 +23,10 @@ from skyward.compute.workbench.jobs import start_script
 from skyward.nodes import keeping
 from skyward.nodes.keeper import PoolKeeper
 from skyward.nodes.keeping import KeptNode, KeptPool
-from skyward.page import looking, metrics, sockets
-from skyward.page.gathering import Gathering
+from skyward.page import door, gathering, metrics
+from skyward.page.gathering import Gathering, KeptShown, KnownNodes
 from skyward.page.hub import Viewer
-from skyward.page.kept import KnownNodes
-from skyward.page.kept_state import KeptState
-from skyward.page.looking import LookAround, Watching
+from skyward.page.pool import Message, ShownPool
 from skyward.wire.messages import Members
 
 from ..conftest import PATIENCE
@@ -68,8 +66,8 @@ def kept(home: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def shown(name: str) -> Iterator[Iterator[dict[str, Any]]]:
     """What a page of the pool is told."""
-    gathering = Gathering([name])
-    viewer = gathering.join()
+    gathered = Gathering([name])
+    viewer = gathered.join()
 
     def messages() -> Iterator[dict[str, Any]]:
         while (batch := viewer.next(PATIENCE)) is not None:
@@ -77,8 +75,8 @@ def shown(name: str) -> Iterator[Iterator[dict[str, Any]]]:
             yield from json.loads(batch)
 
     yield messages()
-    gathering.leave(viewer)
-    gathering.close()
+    gathered.leave(viewer)
+    gathered.close()
 
 
 @pytest.fixture
@@ -156,8 +154,8 @@ def test_what_happened_before_somebody_looked_is_shown(
 ) -> None:
     with sky.attach(kept) as compute:
         say() @ compute
-    gathering = Gathering([kept])
-    viewer = gathering.join()
+    gathered = Gathering([kept])
+    viewer = gathered.join()
     try:
         pool = next(
             message
@@ -165,10 +163,10 @@ def test_what_happened_before_somebody_looked_is_shown(
             for message in json.loads(batch or "[]")
             if message["type"] == "pool"
         )
-        measured = wait_for_metrics(gathering, kept)
+        measured = wait_for_metrics(gathered, kept)
     finally:
-        gathering.leave(viewer)
-        gathering.close()
+        gathered.leave(viewer)
+        gathered.close()
     assert sorted(call[2] for call in pool["ended"] if call[1] == "say") == [0, 1]
     lines = [line for line in pool["lines"] if line[5] == "say"]
     assert sorted((line[1], line[4]) for line in lines) == [(0, "said"), (1, "said")]
@@ -181,8 +179,8 @@ def test_what_happened_before_somebody_looked_is_shown(
     assert int(counted[0]) == sum(map(int, ended)) >= 2
 
 
-def wait_for_metrics(gathering: Gathering, name: str) -> str:
-    while f'pool="{name}"' not in (text := metrics.text(gathering.measure())):
+def wait_for_metrics(gathered: Gathering, name: str) -> str:
+    while f'pool="{name}"' not in (text := metrics.text(gathered.measure())):
         time.sleep(0.05)
     return text
 
@@ -201,7 +199,7 @@ def test_a_client_here_adds_what_only_it_knows(kept: str, told: Iterator[dict[st
         assert changes["numbers"] == [row]
         # One who comes while the client is there gets it, too.
         with shown(kept) as later:
-            rows = next(m["numbers"] for m in later if m["type"] == "changes" and m["numbers"])
+            rows = next(m["numbers"] for m in later if m.get("numbers"))
         assert rows == [row]
 
 
@@ -247,19 +245,19 @@ def test_a_call_by_name_is_shown_with_its_state_and_its_output(
 
 def test_two_viewers_share_one_watch_of_a_pool(kept: str, told: Iterator[dict[str, Any]]) -> None:
     first = next(message for message in told if message["type"] == "pool")
-    gathering = Gathering([kept])
-    viewers = [gathering.join() for _ in range(2)]
+    gathered = Gathering([kept])
+    viewers = [gathered.join() for _ in range(2)]
     try:
         for viewer in viewers:
             pool = after(heard(viewer), lambda message: message["type"] == "pool" and message)
             assert (pool["pool"], pool["nodes"]) == (first["pool"], first["nodes"])
         assert names_of_threads().count("skyward-node-watch") == 2 * 2, "of two nodes, and `told`"
-        gathering.leave(viewers[0])
+        gathered.leave(viewers[0])
         with sky.attach(kept) as compute:
             assert three() >> compute == 3
             assert after(heard(viewers[1]), ended_call("three"))[6] == "ok"
     finally:
-        gathering.close()
+        gathered.close()
     assert names_of_threads().count("skyward-node-watch") == 2
 
 
@@ -286,86 +284,82 @@ def test_a_call_whose_worker_dies_is_not_shown_as_running(
     assert after(told, ended_call("die"))[6] == "lost"
 
 
+def nothing_of(kind: str, key: str, **more: Any) -> Message:
+    empty: Message = {"ended": [], "lines": [], "notes": [], "nodes": [], "numbers": []}
+    return {"type": kind, "pool": key, "name": "new", "provider": "local"} | empty | more
+
+
 def test_a_client_that_was_shown_before_its_pool_was_kept_is_shown_no_more(home: Path) -> None:
-    watching = Watching(frozenset({"new"}))
-    pools: set[str] = set()
-    try:
-        about = {"type": "pool", "pool": "abc-12", "name": "new"}
-        assert json.loads(watching._kept(json.dumps([about]), pools)) == [about]
-        assert watching.viewer.next(10) is not None, "the greeting"
-        kept = {"type": "pool", "pool": "abc-kept", "name": "new"}
-        watching.show(kept, [])
-        batch = json.loads(watching.viewer.next(10) or "[]")
-        assert batch == [{"type": "replaced", "pool": "abc-12"}, kept]
-        sample = {"type": "sample", "pool": "abc-12", "waiting": 3}
-        notes = [{"event": "call_failed"}, {"event": "device_opened"}]
-        changes = {"type": "changes", "pool": "abc-12", "notes": notes}
-        (told,) = json.loads(watching._kept(json.dumps([sample, changes]), pools))
-        assert (told["pool"], told["notes"]) == ("abc-kept", notes[1:])
-        assert watching.samples_of("abc") == [sample]
-        gone = {"type": "gone", "pool": "abc-12", "time": 0.0}
-        assert watching._kept(json.dumps([gone]), pools) == ""
-        assert watching.samples_of("abc") == []
-    finally:
-        watching.end()
-
-
-def test_clients_may_come_while_a_pool_is_told_of(home: Path) -> None:
-    class Key(str):
-        def rpartition(self, separator: str, /) -> tuple[str, str, str]:
-            watching._shown.add("another-1")
-            return super().rpartition(separator)
-
-    watching = Watching(frozenset({"new"}))
-    try:
-        watching._shown.add(Key("xyz-12"))
-        watching.show({"type": "pool", "pool": "abc-kept", "name": "new"}, [])
-        assert watching._shown == {"xyz-12", "another-1"}
-    finally:
-        watching.end()
+    record = KeptPool("abc", "new", "local", {}, 0.0, 0.0, None, None, None, None, "", [])
+    gathered = Gathering(["new"])
+    found: dict[str, ShownPool] = {}
+    row = ["loss", None, None, 0, [[0, 0.5]], [0, 0.5]]
+    gathered.hear(nothing_of("pool", "abc-12", numbers=[row]), found)
+    gathered.hear(nothing_of("pool", "xyz-12", name="another"), found)
+    assert list(gathered.pools) == ["abc-12"]
+    kept = KeptShown(record, gathered)
+    gathered.show_kept(kept)
+    assert list(gathered.pools) == ["abc-kept"]
+    sample = nothing_of("sample", "abc-12", usage=[], waiting=3)
+    notes = [{"event": "call_failed"}, {"event": "device_opened"}]
+    gathered.hear(sample, found)
+    gathered.hear(nothing_of("changes", "abc-12", notes=notes), found)
+    (told,) = kept.news()
+    assert (told["pool"], told["notes"], told["numbers"]) == ("abc-kept", notes[1:], [[*row, "12"]])
+    assert gathered.samples_of("abc") == [sample]
+    gathered.hear({"type": "gone", "pool": "abc-12", "time": 0.0}, found)
+    assert gathered.samples_of("abc") == []
+    assert list(gathered.pools) == ["abc-kept"]
 
 
 def report(*tasks: list[Any], fresh: bool = False) -> tuple[int, dict[str, Any]]:
     return 0, {"tasks": list(tasks), "state": "ready"} | ({"fresh": True} if fresh else {})
 
 
+def told_of(pool: KeptShown, *reports: tuple[int, dict[str, Any]]) -> Message:
+    for node, told in reports:
+        pool.take(node, told)
+    (changes,) = pool.news()
+    return changes
+
+
 def test_an_agent_that_begins_again_is_not_told_twice() -> None:
     node = KeptNode(0, "unix:/nowhere", 1, "here", "127.0.0.1", 0, None, "m")
     record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", [node])
-    state = KeptState(record, "p-kept")
+    pool = KeptShown(record)
     over = ["1.0.1", "f", 0, 100.0, 101.0, "failed", "a", "ValueError: x"]
     runs, also = ["1.0.2", "g", 0, 102.0, None, "running", "a", ""], ["2.0.1", "h", 0, 103.0]
-    state.take([report(over, runs, [*also, None, "running", "b", ""], fresh=True)])
-    again = state.take([report(over, [*also, None, "running", "b", ""], fresh=True)])
-    assert again is not None
+    told_of(pool, report(over, runs, [*also, None, "running", "b", ""], fresh=True))
+    again = told_of(pool, report(over, [*also, None, "running", "b", ""], fresh=True))
     assert [(call[0], call[6]) for call in again["ended"]] == [("0:1.0.2", "lost")]
     assert again["notes"] == []
-    shown = state.snapshot()
+    shown = pool.snapshot()
     assert [call[0] for call in shown["running"]] == ["0:2.0.1"]
     # A node that was started again counts from one again.
-    anew = state.take([report(["1.0.1", "f", 0, 500.0, 501.0, "ok", "c", ""], fresh=True)])
-    assert anew is not None
+    anew = told_of(pool, report(["1.0.1", "f", 0, 500.0, 501.0, "ok", "c", ""], fresh=True))
     assert [call[0] for call in anew["ended"]] == ["0:2.0.1", "0:1.0.1"]
 
 
 def test_what_a_client_has_moved_stays_counted_when_the_client_is_gone() -> None:
     record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", [])
-    state = KeptState(record, "p-kept")
+    state = KeptShown(record)
     moved = {"retried": 1, "nodes_lost": 0, "waiting": 3, "sent": 100, "received": 7, "devices": []}
-    both = state.sample([moved | {"pool": "p-11"}, moved | {"pool": "p-12"}])
+    both = state.numbers([moved | {"pool": "p-11"}, moved | {"pool": "p-12"}])
     assert (both["sent"], both["received"], both["waiting"]) == (200, 14, 6)
-    left = state.sample([moved | {"pool": "p-12", "sent": 150}])
+    left = state.numbers([moved | {"pool": "p-12", "sent": 150}])
     assert (left["sent"], left["received"], left["waiting"]) == (250, 14, 3)
 
 
 def test_a_node_that_was_replaced_is_another_one() -> None:
     nodes = [KeptNode(n, "unix:/a", 1, "here", f"10.0.0.{n}", 0, None, "m") for n in range(3)]
     record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", nodes)
-    state = KeptState(record, "p-kept")
+    state = KeptShown(record)
     runs = ["1.0.2", "g", 0, 102.0, None, "running", "a", ""]
     known = {"state": "ready", "tasks": [runs], "workers": 1}
-    state.take([(n, known | {"clients": {"a": {"since": 50.0 + n}}}) for n in range(3)])
-    assert state.clients() == {"a": {"since": 50.0}}
+    first = told_of(
+        state, *((n, known | {"clients": {"a": {"since": 50.0 + n}}}) for n in range(3))
+    )
+    assert first["clients"] == {"a": {"since": 50.0}}
     replaced = msgspec.structs.replace(nodes[1], address="10.0.0.9")
     members = {1: replaced, 2: None, 3: msgspec.structs.replace(nodes[0], index=3)}
     known_nodes = KnownNodes()
@@ -373,7 +367,8 @@ def test_a_node_that_was_replaced_is_another_one() -> None:
     known_nodes.tell(members)
     now = known_nodes.nodes
     assert [node.index for node in now] == [0, 1, 3]
-    told = state.renew(msgspec.structs.replace(record, nodes=now))
+    state.renew(msgspec.structs.replace(record, nodes=now))
+    told = told_of(state)
     assert [row[:3] for row in told["nodes"]] == [
         [2, "stopped", ""],
         [1, "connecting", "10.0.0.9"],
@@ -416,8 +411,7 @@ def test_the_record_has_newer_facts_than_a_head_that_was_away() -> None:
 def test_only_a_call_by_name_is_taken_for_one(function: str, shown: list[str]) -> None:
     node = KeptNode(0, "unix:/nowhere", 1, "here", "127.0.0.1", 0, None, "m")
     record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", [node])
-    told = KeptState(record, "p-kept").take([(0, {"lines": [[1.0, 0, 1, "x", function, "a", ""]]})])
-    assert told is not None
+    told = told_of(KeptShown(record), (0, {"lines": [[1.0, 0, 1, "x", function, "a", ""]]}))
     row = told["lines"][0]
     assert [row[5], row[7]] == shown
 
@@ -426,10 +420,10 @@ def test_only_a_call_by_name_is_taken_for_one(function: str, shown: list[str]) -
 def test_a_socket_whose_name_is_no_text_hides_no_pools() -> None:
     with socket.socket(socket.AF_UNIX) as strange, socket.socket(socket.AF_UNIX) as own:
         strange.bind(b"\0strange-\xff-%d" % os.getpid())
-        address = f"{sockets.own_address()}-test"
+        address = f"{door.own_address()}-test"
         own.bind(address)
         own.listen()
-        assert address in sockets.addresses()
+        assert address in door.addresses()
 
 
 def test_a_look_around_that_fails_is_not_the_last(
@@ -441,13 +435,14 @@ def test_a_look_around_that_fails_is_not_the_last(
         looks.release()
         raise ValueError("no sockets today")
 
-    monkeypatch.setattr(looking, "addresses", fail)
-    monkeypatch.setattr(looking, "LOOK_SECONDS", 0.01)
-    around = LookAround(frozenset())
+    monkeypatch.setattr(gathering, "addresses", fail)
+    monkeypatch.setattr(gathering, "LOOK_SECONDS", 0.01)
+    gathered = Gathering()
+    viewer = gathered.join()
     try:
         assert all(looks.acquire(timeout=PATIENCE) for _ in range(3))
     finally:
-        around.end()
+        gathered.leave(viewer)
     assert capsys.readouterr().err.count("ValueError: no sockets today") == 1
 
 

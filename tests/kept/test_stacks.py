@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import skyward as sky
-from skyward.page.inquiry import all_stacks
+from skyward.page.door import all_stacks
 
 
 def test_a_pool_that_stays_is_looked_at_without_being_its_client(kept: str) -> None:

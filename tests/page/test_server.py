@@ -23,10 +23,9 @@ from skyward import page
 from skyward.curves import Curves
 from skyward.events import CallFinished, CallStarted
 from skyward.page import metrics
-from skyward.page.hub import BATCHES_WAITING, Hub, Viewer, hub
-from skyward.page.sampling import Samples
+from skyward.page.hub import BATCHES_WAITING, NODES_A_TIME, OwnPool, OwnPools, Viewer, hub, key_of
+from skyward.page.pool import ROWS_KEPT, ShownPool
 from skyward.page.server import PageServer
-from skyward.page.state import PoolState
 
 from ..conftest import PATIENCE
 
@@ -186,11 +185,11 @@ def test_a_stream_begins_with_the_pools_and_goes_on_with_what_happens(
     for message in told:
         if message["type"] == "changes" and message["ended"]:
             break
-    _, name, node, worker, start, end, how = message["ended"][0]
+    _, name, node, worker, start, end, how, _ = message["ended"][0]
     assert (name, worker, how) == ("double", 0, "ok")
     assert node in (0, 1)
     assert began - 1 < start <= end < time.time() + 1
-    assert [line[3:] for line in message["lines"]] == [["stdout", "doubling 21", "double"]]
+    assert [line[3:6] for line in message["lines"]] == [["stdout", "doubling 21", "double"]]
 
 
 def test_the_nodes_are_measured_while_somebody_looks(stream: Stream) -> None:
@@ -250,11 +249,12 @@ def test_a_plot_has_few_marks_however_near_its_values_are() -> None:
 
 
 def test_samples_are_kept_within_bounds() -> None:
-    samples = Samples()
+    pool = ShownPool("p-1", "p", "local")
     for number in range(1000):
-        samples.add({"time": number, "usage": [[0]] * 20})
-    kept = [sample["time"] for sample in samples]
-    assert kept == list(range(1000 - Samples.ROWS // 20, 1000))
+        usage = [[node] for node in range(20)]
+        pool.absorb({"type": "sample", "time": number, "usage": usage})
+    kept = [sample["time"] for sample in pool.samples]
+    assert kept == list(range(1000 - ROWS_KEPT // 20, 1000))
 
 
 def test_a_call_that_runs_is_shown_to_one_who_comes_later(
@@ -307,9 +307,11 @@ def test_calls_whose_end_was_not_seen_are_not_shown_as_running() -> None:
     calls = SimpleNamespace(
         running=lambda: list(running.values()), teller=SimpleNamespace(curves=Curves())
     )
-    fleet: Any = SimpleNamespace(id="p", dispatcher=calls, views=list)
+    spec = SimpleNamespace(name="p", provider=SimpleNamespace(name="local"))
+    fleet: Any = SimpleNamespace(id="p", dispatcher=calls, views=list, spec=spec)
     woken = threading.Event()
-    state = PoolState(fleet, woken.set)
+    own: Any = SimpleNamespace(looked_at=False, wake=woken.set)
+    state = OwnPool(fleet, own)
     for number in range(40_000):
         running[number] = (number, "f", 0, 0)
         state.take(CallStarted(0.0, "p", number, "f", 0, 0))
@@ -317,12 +319,11 @@ def test_calls_whose_end_was_not_seen_are_not_shown_as_running() -> None:
             del running[number - 64]
             state.take(CallFinished(0.0, "p", number - 64, "f", 0, 0, 0.001))
         if number == 100:
-            assert state.changes() is not None
+            assert state.news()
             assert not woken.is_set()
     assert woken.is_set()
-    changes = state.changes()
-    assert changes is not None
-    assert set(state._running) == set(running)
+    (changes,) = state.news()
+    assert set(state.running) == set(running)
     assert {call[0] for call in changes["ended"]} >= set(range(37, 101)), "they were told before"
 
 
@@ -342,7 +343,7 @@ def test_nobody_looks_means_no_events() -> None:
         pool = compute._open_fleet
         # The hub of this process may have other viewers: pages, and processes at the door.
         hub.remove(pool)
-        own = Hub()
+        own = OwnPools()
         own.add(pool)
         assert not pool.events.listened
         viewers = [own.join(), own.join()]
@@ -351,7 +352,7 @@ def test_nobody_looks_means_no_events() -> None:
         assert pool.events.listened
         own.leave(viewers[1])
         assert not pool.events.listened
-        assert not own._watched
+        assert not own.pools
         assert own._thread is None
 
 
@@ -359,8 +360,8 @@ def test_a_pool_that_is_closed_is_watched_no_more() -> None:
     with sky.Compute(options=sky.Options(console=False)) as compute:
         pool = compute._open_fleet
         viewer = hub.join()
-        assert pool.id in hub._watched
-    assert pool.id not in hub._watched
+        assert key_of(pool) in hub.pools
+    assert key_of(pool) not in hub.pools
     hub.leave(viewer)
     assert viewer not in hub._viewers
 
@@ -384,10 +385,10 @@ def test_a_page_ends_with_its_pool() -> None:
     assert not threads() - before
 
 
-def test_a_large_pool_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from skyward.page.sampling import NODES_A_TIME, Sampler
-
-    sampler = Sampler(None)  # type: ignore[arg-type]
+def test_a_large_pool_is_measured_in_turns() -> None:
+    spec = SimpleNamespace(name="p", provider=SimpleNamespace(name="local"))
+    fleet: Any = SimpleNamespace(id="p", spec=spec)
+    sampler = OwnPool(fleet, OwnPools())
     nodes = list(range(3 * NODES_A_TIME + 5))
     asked = [sampler._turn(nodes) for _ in range(4)]
     assert {len(turn) for turn in asked} == {NODES_A_TIME}

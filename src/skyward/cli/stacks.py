@@ -25,7 +25,7 @@ def stacks(name: str | None, everything: bool) -> None:
     NAME. A worker that hangs in C code is shown, too. The innermost call comes last.
     """
     from skyward.errors import PoolError
-    from skyward.page.inquiry import all_stacks
+    from skyward.page.door import all_stacks
 
     found = all_stacks(name)
     if not found and name is not None:

@@ -1,30 +1,138 @@
-"""The door: a socket through which `sky ui` of the same user sees the pools of this process.
+"""The doors through which a user's processes show each other their pools.
 
-It is open while the process has pools. Who connects says a wish, and gets lines of JSON: a viewer
-of the hub all that changes, `sky stacks` one line with the stacks of the pools' workers.
+A process has one while it has pools: a socket that only this user may use. Who connects says a
+wish, and gets lines of JSON: a viewer of the hub all that changes, `sky stacks` one line with the
+stacks of the pools' workers.
+
+On Linux, the sockets have names instead of files, so a process that is killed leaves nothing.
+Elsewhere they are files, and who finds one that nobody listens at removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
+import stat
+import struct
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import msgspec
 
-from skyward.nodes.stacks import PoolStacks
+from skyward import kernel
+from skyward.errors import SkywardError
+from skyward.nodes import keeping
+from skyward.nodes.reaching import ReachedPool
+from skyward.nodes.stacks import PoolStacks, Stacks, read_stacks
 from skyward.page.hub import Viewer, hub
-from skyward.page.sockets import STACKS, VIEW, forget, is_own, listen, own_address
 
+VIEW, STACKS = b"view\n", b"stacks\n"
+"""The wish of one who connects: to see all that changes, or once where the workers are."""
+CONNECT_SECONDS = 2.0
 SEND_SECONDS = 10.0
-POOLS_AT_ONCE = 16
 AGAIN_SECONDS = 0.1
 """How long to wait after somebody could not be let in."""
 LOOK_SECONDS = 5.0
 """How often an idle connection gets an empty line, which shows whether the other end is there."""
+ANSWER_SECONDS = 10.0
+"""How long a process has to answer for its pools."""
+AT_ONCE = 16
+"""How many processes and pools are asked at the same time."""
+_LISTED = Path("/proc/net/unix")
+_CREDENTIALS = struct.Struct("3i")
+
+
+def _prefix() -> str:
+    return f"skyward-pools-{os.getuid()}-"
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+
+
+def own_address() -> str:
+    """Where this process listens; an address that begins with NUL is no file."""
+    if kernel.IS_LINUX:
+        return f"\0{_prefix()}{os.getpid()}"
+    return str(_folder() / f"{_prefix()}{os.getpid()}.sock")
+
+
+def addresses() -> list[str]:
+    """Where this user's processes with pools listen."""
+    if not kernel.IS_LINUX:
+        return [str(path) for path in sorted(_folder().glob(f"{_prefix()}*.sock"))]
+    listed = ""
+    with contextlib.suppress(OSError):
+        # Anybody may give a socket a name that is no text.
+        listed = _LISTED.read_text("utf-8", "surrogateescape")
+    # The name ends its line; a machine may have thousands of other sockets.
+    names = re.findall(f" @({_prefix()}.*)$", listed, re.MULTILINE)
+    return sorted({f"\0{name}" for name in names})
+
+
+def listen(address: str) -> socket.socket:
+    """A socket at which others of this user can connect."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        forget(address)
+        listener.bind(address)
+        if not address.startswith("\0"):
+            # Nobody can connect before `listen`, and then only this user.
+            os.chmod(address, 0o600)
+        listener.listen(8)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def forget(address: str) -> None:
+    """Remove the file of a socket, if it has one."""
+    if not address.startswith("\0"):
+        with contextlib.suppress(OSError):
+            os.unlink(address)
+
+
+def connect(address: str, wish: bytes) -> socket.socket | None:
+    """A connection to a process of this user; None if nobody of this user listens."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(CONNECT_SECONDS)
+    try:
+        if not address.startswith("\0") and not _is_own_file(address):
+            raise PermissionError
+        connection.connect(address)
+        if is_own(connection):
+            connection.sendall(wish)
+            return connection
+    except ConnectionRefusedError:
+        forget(address)
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+def is_own(connection: socket.socket) -> bool:
+    """Whether the other end is a process of this user: anybody may use such a name."""
+    if not kernel.HAS_PEER_CREDENTIALS:
+        return True  # a file, which only its owner may use
+    size = _CREDENTIALS.size
+    _, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return bool(user == os.getuid())
+
+
+def _is_own_file(path: str) -> bool:
+    about = os.lstat(path)
+    return stat.S_ISSOCK(about.st_mode) and about.st_uid == os.getuid()
 
 
 class Door:
@@ -115,7 +223,7 @@ class Door:
             if wish == VIEW:
                 self._feed(connection)
             elif wish == STACKS:
-                connection.sendall(msgspec.json.encode(_all_stacks()) + b"\n")
+                connection.sendall(msgspec.json.encode(own_stacks()) + b"\n")
         except OSError:
             pass  # the other end has left, or is too slow
         finally:
@@ -131,17 +239,70 @@ class Door:
             hub.leave(viewer)
 
 
-def _all_stacks() -> list[PoolStacks]:
-    """The stacks of all pools of this process, which are asked at once."""
+# Where the workers are.
+
+
+def own_stacks() -> list[PoolStacks]:
+    """The stacks of all pools of this process."""
     pools = hub.fleets
     try:
-        with ThreadPoolExecutor(min(POOLS_AT_ONCE, len(pools)) or 1, "skyward-door-stacks") as asks:
-            return list(
-                asks.map(lambda each: PoolStacks.of(each.id, each.spec.name, each.stacks), pools)
-            )
+        return _asked([partial(_of_fleet, each.id, each.spec.name, each.stacks) for each in pools])
     except RuntimeError:
         # The interpreter ends, and starts no thread any more.
         return []
+
+
+def _of_fleet(pool: str, name: str, look: Callable[[], Stacks]) -> list[PoolStacks]:
+    return [PoolStacks.of(pool, name, look)]
+
+
+def all_stacks(name: str | None = None) -> list[PoolStacks]:
+    """The stacks of the pools of this user's processes and of those that stay, by name.
+
+    A pool of that name, if one is given. A pool that does not answer has a problem instead.
+    """
+    asked = [partial(_of_process, address) for address in addresses()]
+    found = {pool.pool: pool for pool in _asked(asked)}
+    kept = [each for each in keeping.names() if name in (None, each)]
+    # A pool that stays is also one of the process that is attached to it.
+    for pool in _asked([partial(_of_kept, each, set(found)) for each in kept]):
+        found[pool.pool] = pool
+    wanted = [pool for pool in found.values() if name in (None, pool.name)]
+    return sorted(wanted, key=lambda pool: (pool.name, pool.pool))
+
+
+def _asked(questions: Sequence[Callable[[], list[PoolStacks]]]) -> list[PoolStacks]:
+    if not questions:
+        return []
+    with ThreadPoolExecutor(min(AT_ONCE, len(questions)), "skyward-stacks") as threads:
+        return [pool for pools in threads.map(lambda ask: ask(), questions) for pool in pools]
+
+
+def _of_process(address: str) -> list[PoolStacks]:
+    connection = connect(address, STACKS)
+    if connection is None:
+        return []
+    with connection:
+        connection.settimeout(ANSWER_SECONDS)
+        try:
+            with connection.makefile("rb") as lines:
+                return msgspec.json.decode(lines.readline(), type=list[PoolStacks])
+        except (OSError, msgspec.DecodeError) as problem:
+            process = address.removesuffix(".sock").rpartition("-")[2]
+            why = f"the process {process} does not answer for its pools: {problem}"
+            return [PoolStacks(f"process {process}", "?", (), why)]
+
+
+def _of_kept(name: str, known: set[str]) -> list[PoolStacks]:
+    try:
+        record = keeping.read(name)
+        if record.id in known or record.stopped:
+            return []
+        with ReachedPool(record) as pool:
+            look = partial(read_stacks, pool.nodes, pool.service)
+            return [PoolStacks.of(record.id, name, look)]
+    except (SkywardError, OSError, EOFError) as problem:
+        return [PoolStacks(name, name, (), str(problem) or type(problem).__name__)]
 
 
 door = Door()

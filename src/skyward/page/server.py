@@ -2,6 +2,9 @@
 
 The standard library's server is enough: a page has few viewers, and each needs one thread that
 waits. A pool then needs no further package to be looked at.
+
+As a program, it serves the page of a kept pool on the loopback of the pool's head node. The agent
+there starts it, and carries the connections of those who look. It prints its port and token.
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
+import json
 import secrets
 import selectors
+import signal
 import socket
 import socketserver
 import sys
@@ -18,13 +23,14 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from skyward import kernel
-from skyward.errors import ConfigurationError
+from skyward.errors import ConfigurationError, SkywardError
 from skyward.page import metrics
-from skyward.page.hub import Viewer
+from skyward.page.hub import Hub, Viewer
 
 VIEWERS_MOST = 32
 REQUEST_SECONDS = 10.0
@@ -37,27 +43,14 @@ _EVERYWHERE = ("", "0.0.0.0", "::")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class Source(Protocol):
-    """Where the server has its pools from."""
-
-    def join(self) -> Viewer:
-        """A new viewer."""
-
-    def leave(self, viewer: Viewer) -> None:
-        """End a viewer."""
-
-    def measure(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """The snapshot and a sample of every pool."""
-
-
 class PageServer:
     """Serves the page on a thread of its own, until it is closed."""
 
     def __init__(
-        self, source: Source, host: str = "127.0.0.1", port: int = 0, *, forwarded: bool = False
+        self, hub: Hub, host: str = "127.0.0.1", port: int = 0, *, forwarded: bool = False
     ) -> None:
         """`forwarded` says that others reach the server through a port of their own loopback."""
-        self._source, self._forwarded = source, forwarded
+        self._hub, self._forwarded = hub, forwarded
         self._token = secrets.token_urlsafe(24)
         self._viewers: set[Viewer] = set()
         self._lock = threading.Lock()
@@ -115,7 +108,7 @@ class PageServer:
             self._closed = True
             viewers = list(self._viewers)
         for viewer in viewers:
-            self._source.leave(viewer)
+            self._hub.leave(viewer)
         self._end.close()
         self._thread.join()
         self._ending.close()
@@ -138,7 +131,7 @@ class PageServer:
         with self._lock:
             if self._closed or len(self._viewers) >= VIEWERS_MOST:
                 return None
-            viewer = self._source.join()
+            viewer = self._hub.join()
             self._viewers.add(viewer)
             return viewer
 
@@ -146,11 +139,11 @@ class PageServer:
         """End a viewer."""
         with self._lock:
             self._viewers.discard(viewer)
-        self._source.leave(viewer)
+        self._hub.leave(viewer)
 
     def metrics(self) -> str:
         """The metrics of all pools."""
-        return metrics.text(self._source.measure())
+        return metrics.text(self._hub.measure())
 
 
 class _Server(ThreadingHTTPServer):
@@ -289,3 +282,33 @@ def _is_own(host: str) -> bool:
         ipaddress.ip_address(name)
         return True
     return name in ("localhost", socket.gethostname().lower(), socket.getfqdn().lower())
+
+
+def main() -> None:
+    """Serve the page of the kept pool that the argument names, until a signal."""
+    # Imported here: a pool that serves its own page needs none of it.
+    from skyward.nodes import keeping
+    from skyward.page.gathering import Gathering
+
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, end)
+    name = sys.argv[1]
+    try:
+        keeping.read(name)
+    except SkywardError as problem:
+        sys.exit(str(problem))
+    gathering = Gathering([name])
+    server = PageServer(gathering, forwarded=True)
+    print(json.dumps({"port": server.port, "token": server.token}), flush=True)
+    ended.wait()
+    server.close()
+    gathering.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ from skyward.worker.program import ProgramConfig
 from skyward.worker.programs import RunningProgram, environment_of
 from skyward.worker.services import Caller, ServedNode, answers
 
-MODULE = "skyward.page.on_head"
+MODULE = "skyward.page.server"
 START_SECONDS = 60.0
 CONNECT_SECONDS = 5.0
 _LAST_WORDS = 2000
