@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from skyward.wire.messages import Failure, Missing, Result
+from skyward.worker.node_log import LogReader, NodeLog, Visits
 from skyward.worker.task_board import CANCELLED, FAILED, OK, RUNNING, TaskBoard, board_file
-from skyward.worker.task_history import PastTasks, TaskWatch, Visits
 
 RETURNED = Result(1, 0.0, None)
 
@@ -67,9 +67,9 @@ def test_a_watch_tells_a_part_of_many_tasks_and_all_numbers(
     ends: tuple[TaskBoard, TaskBoard],
 ) -> None:
     child, agent = ends
-    past, visits, executor = PastTasks(), Visits(), executor_of(agent)
+    log, visits, executor = NodeLog(), Visits(), executor_of(agent)
     visits.begin("ann", {"user": "ann"})
-    watch = TaskWatch(past, 5)
+    watch = LogReader(log, 5)
     ring = child.rings[0]
     ring.begin(1, "slow")
     (told,) = watch.news([(executor, visits)])
@@ -84,27 +84,29 @@ def test_a_watch_tells_a_part_of_many_tasks_and_all_numbers(
         *((number, False) for number in (995, 996, 997, 998)),
         (999, True),
     ]
-    assert past.totals([executor]).begun == 999
+    assert log.totals([executor]).begun == 999
+    log.close()
 
 
 def test_the_tasks_of_an_executor_that_has_ended_are_kept(
     ends: tuple[TaskBoard, TaskBoard],
 ) -> None:
     child, agent = ends
-    past, visits, executor = PastTasks(), Visits(), executor_of(agent)
+    log, visits, executor = NodeLog(), Visits(), executor_of(agent)
     visits.begin("ann", {"user": "ann"})
-    watch = TaskWatch(past, 5)
+    watch = LogReader(log, 5)
     child.rings[0].begin(1, "done")
     child.rings[0].end(RETURNED)
     child.rings[0].begin(2, "cut_off")
     assert [task.ended is None for task in watch.news([(executor, visits)])] == [False, True]
     visits.begin("bob", {})
-    past.add(executor, visits)
+    log.add(executor, visits)
     (lost,) = watch.news([(executor, visits)])
     assert (lost.name, lost.outcome, lost.client) == ("cut_off", "lost", "ann")
     assert watch.news([]) == []
-    totals = past.totals([executor])
+    totals = log.totals([executor])
     assert (totals.begun, totals.succeeded, totals.lost, totals.running) == (2, 1, 1, 0)
-    assert past.identities() == {"ann": {"user": "ann"}}
-    late = TaskWatch(past, 5).news([])
+    assert log.identities() == {"ann": {"user": "ann"}}
+    late = LogReader(log, 5).news([])
     assert [task.outcome for task in late] == ["ok", "lost"]
+    log.close()

@@ -51,7 +51,6 @@ from skyward.worker.pool_use import PoolUse
 from skyward.worker.services import ServedNode, Services
 from skyward.worker.services.clients import shown
 from skyward.worker.tenants import Tenant, Tenants
-from skyward.worker.usage import Gauge
 from skyward.worker.values import NamedValues
 
 LOOK_SECONDS = 0.25
@@ -71,11 +70,10 @@ class Agent:
         self._entering = threading.Lock()
         self._entered: bytes | None = None
         """The plugins' hooks that were entered for the node."""
-        self._gauge = Gauge()
         self._values = NamedValues(config.folder, self._tenants.residents)
         self._notices = Notices(config.notice, self._tenants.tell)
         calls = Path(config.folder, "calls")
-        changes = self._tenants.changes
+        changes = self._tenants.log.changes
         self._jobs = KeptJobs(Path(config.folder, "jobs"), others=calls, changes=changes)
         runners = KeptJobs(
             Path(config.folder, "runners"), on_end=lambda job: self._calls.runner_ended(job)
@@ -214,7 +212,7 @@ class Agent:
             tenant.start()
 
     def _measure(self, tenant: Tenant, number: int) -> None:
-        tenant.tell(self._gauge.read(number))
+        tenant.tell(self._tenants.log.usage(number))
 
     def _close(self) -> None:
         self._listener.close()

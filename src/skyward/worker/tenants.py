@@ -19,12 +19,11 @@ from typing import Any
 from skyward.errors import ProtocolError
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Members, Message
-from skyward.worker.changes import Changes
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses
+from skyward.worker.node_log import NodeLog, Visits
 from skyward.worker.residents import Residents
 from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
-from skyward.worker.task_history import PastTasks, Visits
 
 CHOSEN_SECONDS = 30.0
 """How long a client may take from choosing a tenant to connecting."""
@@ -48,9 +47,8 @@ class Tenant:
         name: str,
         config: AgentConfig,
         starts: Starts,
-        past: PastTasks,
+        log: NodeLog,
         residents: Residents,
-        changes: Changes,
     ) -> None:
         self.name = name
         self.identity: dict[str, str] = {}
@@ -67,10 +65,9 @@ class Tenant:
         """The clients that have used the executors."""
 
         def ended(executor: ExecutorProcess) -> None:
-            past.add(executor, self.visits)
-            changes.tell()
+            log.add(executor, self.visits)
 
-        self.executors = ExecutorProcesses(config, self.tell, starts, ended, changes)
+        self.executors = ExecutorProcesses(config, self.tell, starts, ended, log.changes)
         self.devices = DeviceProcesses(config, self.tell, starts, residents)
         self._starts = starts
         self._lock = threading.Lock()
@@ -170,14 +167,11 @@ class Tenants:
 
     def __init__(self, config: AgentConfig, starts: Starts) -> None:
         self._config, self._starts = config, starts
-        self.changes = Changes()
-        """Wakes those who look at the node."""
+        self.log = NodeLog()
         self.residents = Residents()
         """The device processes of all tenants, and those that stay for the values they hold."""
         self._lock = threading.RLock()
         self._began = time.monotonic()
-        self.past = PastTasks()
-        """The tasks of executors that have ended."""
         self.first = self._new(config.client)
         self.first.identity = dict(config.identity)
         self.first.visits.begin(config.client, self.first.identity)
@@ -194,8 +188,7 @@ class Tenants:
         """The nodes that came to the pool since this one began, and those that left, as None."""
 
     def _new(self, name: str) -> Tenant:
-        past, residents = self.past, self.residents
-        return Tenant(name, self._config, self._starts, past, residents, self.changes)
+        return Tenant(name, self._config, self._starts, self.log, self.residents)
 
     @property
     def keeps(self) -> bool:
@@ -216,7 +209,7 @@ class Tenants:
             raise ProtocolError(f"a client does not tell of nodes so: {problem!r}") from problem
         with self._lock:
             self.members = {**self.members, **dict.fromkeys(message.left), **came}
-        self.changes.tell()
+        self.log.changes.tell()
 
     @property
     def there(self) -> list[Tenant]:
@@ -233,7 +226,7 @@ class Tenants:
 
     def identities(self) -> dict[str, dict[str, str]]:
         """Who the clients are that there are and were, by name, as far as this node was told."""
-        found = self.past.identities()
+        found = self.log.identities()
         for tenant in self.there:
             found |= tenant.visits.identities()
         return found
@@ -280,7 +273,7 @@ class Tenants:
             if name in self._chosen:
                 tenant.identity, _ = self._chosen.pop(name)
             tenant.visits.begin(tenant.name, tenant.identity)
-        self.changes.tell()
+        self.log.changes.tell()
         return tenant
 
     def _new_client(self, name: str) -> Tenant:
@@ -311,7 +304,7 @@ class Tenants:
         tenant.park(group)
         if others:
             self._end(tenant)
-        self.changes.tell()
+        self.log.changes.tell()
 
     def look(self, *, working: bool = False) -> bool:
         """End the tenants whose clients are gone; whether the whole node is to end.
@@ -372,7 +365,7 @@ class Tenants:
             closing = threading.Thread(target=tenant.close, name="skyward-tenant", daemon=True)
             self._closing[closing] = tenant
             closing.start()
-        self.changes.tell()
+        self.log.changes.tell()
 
     def stop_restarting(self) -> None:
         """Neither report nor replace executors that end from now on; safe in a signal handler."""
@@ -390,7 +383,7 @@ class Tenants:
         for thread in [*threads, *self._closing]:
             thread.join()
         self.residents.close()
-        self.changes.close()
+        self.log.close()
 
     def tell(self, message: Message, *, but: Tenant | None = None) -> None:
         """Send to all clients, but one."""

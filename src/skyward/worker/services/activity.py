@@ -1,7 +1,7 @@
-"""Activity: what a node does, for those who look at a pool: tasks, output, jobs and clients.
+"""Activity: the node's log, read for those who look at a pool, with its jobs and its clients.
 
-The first reply has what is known, and each further one what is new;
-whoever does not ask costs the node nothing. While nothing happens, the node is only measured.
+The first reply has what is known, and each further one what is new; whoever does not ask costs the
+node nothing. While nothing happens, the node is only measured.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from typing import Any
 import msgspec
 
 from skyward.worker import output_log
-from skyward.worker.changes import Changes
 from skyward.worker.kept_jobs import LIVE, JobView
+from skyward.worker.node_log import HistoricTask, LogReader, NodeLog, Visits
 from skyward.worker.services import Caller, Parts, ServedNode, answers
 from skyward.worker.supervision import ExecutorProcess
-from skyward.worker.task_history import HistoricTask, TaskWatch, Visits
 from skyward.worker.task_output import FOLDER, TaskLine, TaskOutputReader
-from skyward.worker.usage import Gauge
 
 LOOK_SECONDS = 0.25
 """How long from one look to the next, at least."""
@@ -48,16 +46,18 @@ _PIECE = 64 << 10
 @answers("activity")
 def watch(caller: Caller) -> Parts:
     """Tell what is new until the other end leaves."""
-    node = caller.node
-    look, usage = _Look(node), _Usage(node.tenants.changes)
+    log = caller.node.tenants.log
+    look, usage = _Look(caller.node), _Usage(log)
     with contextlib.ExitStack() as held:
-        listener = node.tenants.changes.listen()
+        listener = log.changes.listen()
         if listener is not None:
             held.enter_context(listener)
+        changed = True
         while True:
             if listener is not None:
                 listener.clear()
-            looked, news = time.monotonic(), look.news()
+            began = time.monotonic()
+            news = look.news() if changed or look.is_due else {}
             told = news | usage.news()
             if told:
                 yield {"time": time.time()} | told, ()
@@ -65,9 +65,9 @@ def watch(caller: Caller) -> Parts:
                 caller.wait(LOOK_SECONDS if news else UNTOLD_LOOK_SECONDS)
                 continue
             seconds = min(usage.due, look.due) - time.monotonic()
-            if caller.wait(max(0.0, seconds), listener):
-                left = looked + LOOK_SECONDS - time.monotonic()
-                caller.wait(max(SETTLE_SECONDS, left))
+            changed = caller.wait(max(0.0, seconds), listener)
+            if changed:
+                caller.wait(max(SETTLE_SECONDS, began + LOOK_SECONDS - time.monotonic()))
 
 
 class _Look:
@@ -75,8 +75,11 @@ class _Look:
 
     def __init__(self, node: ServedNode) -> None:
         self._node = node
-        self._tasks = TaskWatch(node.tenants.past, TASKS_A_TIME)
+        self._tasks = LogReader(node.tenants.log, TASKS_A_TIME)
         self._lines = TaskOutputReader(Path(node.config.folder, FOLDER), LINES_A_TIME)
+        self._looked = 0.0
+        self._executors: list[ExecutorProcess] = []
+        """Those that tell of changes: they were asked to at the last look."""
         self._written: list[tuple[int, int]] | None = None
         """How often each executor had written at the last look."""
         self._job_lines = JobLines()
@@ -93,9 +96,15 @@ class _Look:
         Jobs tell nobody what they write; and not everything is read at every change.
         """
         if self._node.jobs.running:
-            return time.monotonic() + LOOK_SECONDS
+            return self._looked + LOOK_SECONDS
         jobs = self._jobs_at + JOBS_SECONDS if self._jobs_changed else float("inf")
         return min(jobs, self._totals_due)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to look though nobody has told of a change."""
+        there = [each for each, _ in self._node.tenants.executors]
+        return time.monotonic() >= self.due or there != self._executors
 
     @property
     def _jobs_changed(self) -> bool:
@@ -105,6 +114,7 @@ class _Look:
         """What is new since the last look."""
         told: dict[str, Any] = {}
         executors = self._node.tenants.executors
+        self._looked, self._executors = time.monotonic(), [each for each, _ in executors]
         for executor, _ in executors:
             # Before the look, so that nothing is missed after it.
             _await_change(executor)
@@ -136,7 +146,7 @@ class _Look:
             told[what] = self._before[what] = value
 
     def _totals(self, executors: list[tuple[Any, Any]]) -> dict[str, Any]:
-        totals = self._node.tenants.past.totals([each for each, _ in executors])
+        totals = self._node.tenants.log.totals([each for each, _ in executors])
         return {
             "begun": totals.begun,
             "succeeded": totals.succeeded,
@@ -240,27 +250,26 @@ class _Usage:
     A GPU's driver may take seconds to wake up: then, a thread measures. So it does the first time.
     """
 
-    def __init__(self, changes: Changes) -> None:
-        self._changes = changes
-        self._gauge = Gauge()
+    def __init__(self, log: NodeLog) -> None:
+        self._log = log
         self._latest: dict[str, object] = {}
         self._measuring: threading.Thread | None = None
         self.due = 0.0
         """When the next measurement begins."""
 
     def _measure(self) -> None:
-        self._latest = measured(self._gauge)
+        self._latest = msgspec.structs.asdict(self._log.usage())
 
     def _measure_and_tell(self) -> None:
         self._measure()
-        self._changes.tell()
+        self._log.changes.tell()
 
     def news(self) -> dict[str, Any]:
         """A measurement that has not been told, if there is one."""
         now = time.monotonic()
         if now >= self.due:
             self.due = now + USAGE_SECONDS
-            if self._gauge.has_gpus is False:
+            if self._log.gauge.has_gpus is False:
                 self._measure()
             elif self._measuring is None or not self._measuring.is_alive():
                 self._measuring = threading.Thread(
@@ -269,19 +278,6 @@ class _Usage:
                 self._measuring.start()
         latest, self._latest = self._latest, {}
         return {"usage": latest} if latest else {}
-
-
-def measured(gauge: Gauge) -> dict[str, object]:
-    """A measurement, for a reply."""
-    usage = gauge.read(0)
-    return {
-        "cpu_percent": usage.cpu_percent,
-        "memory_used": usage.memory_used,
-        "memory_total": usage.memory_total,
-        "gpus": [list(gpu) for gpu in usage.gpus],
-        "network_received": usage.network_received,
-        "network_sent": usage.network_sent,
-    }
 
 
 def _await_change(executor: ExecutorProcess) -> None:

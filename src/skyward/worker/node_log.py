@@ -1,7 +1,9 @@
-"""Task history: the tasks that ran and run on a node, whichever client has made the calls.
+"""A node's log: what has happened on it, whichever client has made the calls; its agent keeps it.
 
-The boards of the executors have the last ones. What an executor that has ended had on its board is
-kept here, and how many tasks there were in all.
+It is written where things happen, and has a bound everywhere: the boards of the executors have the
+last tasks, files the last lines of output, and the log itself has the tasks of executors that have
+ended, how many there were in all, who the clients were, and how busy the node is. Whoever reads it
+remembers how far; nobody writes anything for readers, and who does not read costs nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +14,20 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 
+import msgspec
+
+from skyward.wire.messages import Usage
+from skyward.worker.changes import Changes
 from skyward.worker.supervision import ExecutorProcess
-from skyward.worker.task_board import LOST, OK, OUTCOMES, RUNNING, BoardTask, TaskTotals
+from skyward.worker.task_board import LOST, OK, OUTCOMES, RUNNING, BoardTask, TaskBoard, TaskTotals
+from skyward.worker.usage import Gauge
 
 PAST_KEPT = 500
 """How many tasks of executors that have ended are kept."""
 VISITS_KEPT = 32
 """How many clients of one set of executors are remembered."""
+USAGE_SECONDS = 0.5
+"""One who asks so soon after another gets the same measurement: the load needs a while."""
 SEEN_MOST = 1000
 """Of how many executors a watch remembers what it has told, at least."""
 
@@ -71,10 +80,16 @@ class Visits:
         return {client: identity for _, client, identity in list(self._visits) if identity}
 
 
-class PastTasks:
-    """The last tasks of executors that have ended, and the numbers of all of their tasks."""
+class NodeLog:
+    """What the agent keeps of its node; any thread may use it."""
 
     def __init__(self) -> None:
+        self.changes = Changes()
+        """Wakes those who read the log."""
+        self.gauge = Gauge()
+        self._usage = Usage(0, 0.0, 0, 0, [])
+        self._measured = 0.0
+        self._measuring = threading.Lock()
         self._lock = threading.Lock()
         self._tasks: deque[HistoricTask] = deque(maxlen=PAST_KEPT)
         self._added = 0
@@ -83,9 +98,13 @@ class PastTasks:
 
     def add(self, executor: ExecutorProcess, visits: Visits) -> None:
         """Keep what an executor that has ended had on its board; the board is still open."""
-        board = executor.stacks.tasks
-        if board is None:
-            return
+        try:
+            if (board := executor.stacks.tasks) is not None:
+                self._add(executor, board, visits)
+        finally:
+            self.changes.tell()
+
+    def _add(self, executor: ExecutorProcess, board: TaskBoard, visits: Visits) -> None:
         now = time.monotonic()
         tasks = [historic(executor, each, visits, ended=now) for each in board.kept()]
         totals = board.totals()
@@ -101,6 +120,17 @@ class PastTasks:
                 self._identities[client] = identity
             while len(self._identities) > VISITS_KEPT:
                 del self._identities[next(iter(self._identities))]
+
+    def usage(self, number: int = 0) -> Usage:
+        """How busy the node is now, as the answer to a question of that number.
+
+        The driver of a GPU may take seconds to wake up.
+        """
+        with self._measuring:
+            now = time.monotonic()
+            if not self._measured or now - self._measured >= USAGE_SECONDS:
+                self._usage, self._measured = self.gauge.read(0), now
+            return msgspec.structs.replace(self._usage, number=number)
 
     def since(self, count: int) -> tuple[int, list[HistoricTask]]:
         """How many tasks have been added, and those after the first `count` that are kept."""
@@ -122,6 +152,10 @@ class PastTasks:
         """Who the clients of executors that have ended are."""
         with self._lock:
             return dict(self._identities)
+
+    def close(self) -> None:
+        """Wake nobody any more."""
+        self.changes.close()
 
 
 def historic(
@@ -146,12 +180,12 @@ def historic(
     )
 
 
-class TaskWatch:
-    """What one who looks has been told of a node's tasks, and what is new."""
+class LogReader:
+    """How far one who reads the log has read of tasks, and what is new."""
 
-    def __init__(self, past: PastTasks, most: int) -> None:
+    def __init__(self, log: NodeLog, most: int) -> None:
         """At most so many tasks of a slot are told at a time."""
-        self._past, self._most = past, most
+        self._log, self._most = log, most
         self._past_count = 0
         self._seen: dict[tuple[int, int], int] = {}
         """The number of the last task of each slot that was told or passed over."""
@@ -165,7 +199,7 @@ class TaskWatch:
             # One whose board is closed is among the past ones.
             with contextlib.suppress(ValueError):
                 found += self._new_of_board(executor, visits)
-        self._past_count, past = self._past.since(self._past_count)
+        self._past_count, past = self._log.since(self._past_count)
         found += [task for task in past if self._is_new(task)]
         for task in found:
             self._note(task)
