@@ -28,8 +28,7 @@ from skyward.objects import encoding, payloads
 from skyward.objects.encoding import Encoded
 from skyward.objects.handles import opened
 from skyward.objects.payloads import Pieces
-from skyward.state.connection import SLICE_SECONDS, Slot, wait_readable
-from skyward.state.reaching import worker_state
+from skyward.state.link import SLICE_SECONDS, Slot, wait_readable, worker_state
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.connecting import connect_peer

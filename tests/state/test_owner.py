@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.state.connection import StateConnection, StateOperation
-from skyward.state.link import LocalLink
-from skyward.state.locks import _release
-from skyward.state.owned import KINDS
-from skyward.state.owner import FULL, Asked, Owner, Session, Waiter
+from skyward.state.link import LocalLink, StateConnection, StateOperation
+from skyward.state.owner import FULL, Asked, Owner, Session
+from skyward.state.shared import _release
 from skyward.wire.asking import next_part
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Question
@@ -49,7 +47,7 @@ class Recorded(Session):
 
 
 def test_what_does_not_fit_is_refused_and_what_is_removed_makes_room() -> None:
-    owner, session = Owner(KINDS, limit=2000), Recorded()
+    owner, session = Owner(limit=2000), Recorded()
     session.ask(owner, "dict", "set", b"a", bytes(1000))
     assert session.ask(owner, "dict", "set", b"b", bytes(1000)) == FULL
     assert "has its 0 MB" in session.answers[-1][2]
@@ -68,14 +66,14 @@ def test_what_does_not_fit_is_refused_and_what_is_removed_makes_room() -> None:
 
 
 def test_what_the_owner_does_not_know_is_refused() -> None:
-    owner, session = Owner(KINDS), Recorded()
+    owner, session = Owner(), Recorded()
     for what, arguments in (("fly", ()), ("set", ()), ("__init__", ()), ("set", (1, 2, 3, 4))):
         session.ask(owner, "dict", what, *arguments)
         assert "sky.dict 'x' has no such operation" in session.answers[-1][2]
 
 
 def test_a_process_that_is_gone_holds_and_awaits_nothing() -> None:
-    owner, gone, there = Owner(KINDS), Recorded(), Recorded()
+    owner, gone, there = Owner(), Recorded(), Recorded()
     gone.ask(owner, "lock", "acquire", 30.0)
     gone.ask(owner, "queue", "get", wait=None)
     gone.ask(owner, "barrier", "wait", wait=None)
@@ -89,7 +87,7 @@ def test_a_process_that_is_gone_holds_and_awaits_nothing() -> None:
 
 
 def test_a_silent_holder_loses_its_lock_after_its_lease() -> None:
-    owner, silent, there = Owner(KINDS), Recorded(), Recorded()
+    owner, silent, there = Owner(), Recorded(), Recorded()
     token, _ = silent.ask(owner, "lock", "acquire", 30.0)
     silent.heard -= 29
     owner.free_leases(silent)
@@ -103,7 +101,7 @@ def test_a_silent_holder_loses_its_lock_after_its_lease() -> None:
 def test_deadlines_end_waits_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("skyward.state.owner.time", SimpleNamespace(monotonic=lambda: now))
-    owner, session = Owner(KINDS), Recorded()
+    owner, session = Owner(), Recorded()
     for seconds in (2.0, 1.0, 60.0):
         session.ask(owner, "queue", "get", wait=seconds)
     assert owner.expire() == 1.0
@@ -115,7 +113,7 @@ def test_deadlines_end_waits_in_their_order(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_waits_for_a_deleted_object_are_refused() -> None:
-    owner, session, other = Owner(KINDS), Recorded(), Recorded()
+    owner, session, other = Owner(), Recorded(), Recorded()
     for kind, what, arguments in (
         ("queue", "get", ()),
         ("event", "wait", ()),
@@ -134,7 +132,7 @@ def test_waits_for_a_deleted_object_are_refused() -> None:
 def test_the_owner_forgets_operations_that_are_over(
     kind: str, what: str, arguments: tuple[Any, ...]
 ) -> None:
-    owner, session, holder = Owner(KINDS), Recorded(), Recorded()
+    owner, session, holder = Owner(), Recorded(), Recorded()
     holder.ask(owner, "lock", "acquire", 30.0)
     before = _waiters_kept()
     for _ in range(500):
@@ -147,7 +145,7 @@ def test_the_owner_forgets_operations_that_are_over(
 
 def _waiters_kept() -> int:
     # Not `isinstance`, which asks objects of others for their class; one of torch's warns then.
-    return sum(issubclass(type(each), Waiter) for each in gc.get_objects())
+    return sum(issubclass(type(each), Asked) for each in gc.get_objects())
 
 
 def test_a_queue_deleted_by_another_is_made_anew_with_the_handles_own_size() -> None:
@@ -165,7 +163,7 @@ def test_a_queue_deleted_by_another_is_made_anew_with_the_handles_own_size() -> 
 
 
 def test_an_object_that_cannot_be_made_takes_no_room() -> None:
-    owner, session = Owner(KINDS, limit=1000), Recorded()
+    owner, session = Owner(limit=1000), Recorded()
     for number in range(100):
         owner.perform(Asked(session, number), "barrier", "x", "wait", [], None)
         assert "parties" in session.answers[-1][2]
@@ -257,7 +255,7 @@ def test_the_holder_of_a_lock_beats_also_after_an_interrupted_acquire(
 
 
 def test_a_process_whose_connection_broke_keeps_its_lock_for_the_lease() -> None:
-    owner, broken, there = Owner(KINDS), Recorded(), Recorded()
+    owner, broken, there = Owner(), Recorded(), Recorded()
     broken.process = "p"
     broken.ask(owner, "lock", "acquire", 30.0)
     owner.leave(broken, ended=False)
@@ -307,8 +305,8 @@ def test_a_dead_process_with_unread_answers_frees_its_locks_at_once(
     dying = Channel(mine)
     dying.send(Question("begin", {"who": "one", "direct": True}))
     dying.receive()
-    acquire = {"n": 1, "of": ("lock", "l"), "with": (600.0,)}
-    dying.send(Question("acquire", acquire))
+    acquire = {"of": ("lock", "l"), "with": (600.0,)}
+    dying.send(Question("acquire", acquire, 1))
     select.select([mine], [], [], 30)
     dying.close()
     assert other.perform(acquisition(timeout=30.0)) == [2, True]

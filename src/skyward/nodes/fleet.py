@@ -54,8 +54,7 @@ from skyward.nodes.stacks import Stacks, read_stacks
 from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.providers import Machine, Order
 from skyward.spec import Nodes, Options
-from skyward.state.link import RemoteLink
-from skyward.state.reaching import OWNER
+from skyward.state.link import OWNER, RemoteLink
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
 from skyward.wire.identity import CLIENT

@@ -5,10 +5,15 @@ The classes have the names here that users know; in this module, these hide Pyth
 
 from __future__ import annotations
 
-from skyward.state.counters import SharedCounter
-from skyward.state.locks import SharedBarrier, SharedEvent, SharedLock
-from skyward.state.mappings import SharedDict, SharedSet
-from skyward.state.queues import SharedQueue
+from skyward.state.shared import (
+    SharedBarrier,
+    SharedCounter,
+    SharedDict,
+    SharedEvent,
+    SharedLock,
+    SharedQueue,
+    SharedSet,
+)
 
 dict = SharedDict
 set = SharedSet

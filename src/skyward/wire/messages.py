@@ -455,6 +455,8 @@ class Question(Message):
     KIND = 37
     what: str
     arguments: dict[str, Any] = {}
+    number: Size = 0
+    """Where several questions may be open at once: which one this is."""
 
 
 class Reply(Message):
@@ -465,7 +467,9 @@ class Reply(Message):
     problem: str = ""
     """Why the service refuses or fails; empty if it does not."""
     more: bool = False
-    """Whether further replies follow to the same request."""
+    """Whether further replies follow to the same question."""
+    number: Size = 0
+    """The number of the question."""
 
 
 class Keep(Message):

@@ -21,7 +21,7 @@ from skyward.errors import PluginError, PoolError, ProtocolError
 from skyward.objects import encoding, payloads
 from skyward.objects.payloads import Pieces
 from skyward.plugins import rendezvous
-from skyward.state.reaching import worker_state
+from skyward.state.link import worker_state
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from skyward.state.connection import Slot, wait_readable
+from skyward.state.link import Slot, wait_readable
 from skyward.worker.places import ReadyTask
 
 AGAIN_SECONDS = 0.005

@@ -18,9 +18,8 @@ from typing import Any
 
 from skyward.closing import Closing
 from skyward.errors import ProtocolError
-from skyward.state.connection import SILENT_SECONDS
-from skyward.state.owned import KINDS
-from skyward.state.owner import MISUSED, Asked, Owner, Session
+from skyward.state.link import SILENT_SECONDS
+from skyward.state.owner import Asked, Owner, Session
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame, header
@@ -58,7 +57,7 @@ class RemoteSession(Session):
     def answer(
         self, number: int, value: Any = None, problem: str = "", *, more: bool = False
     ) -> None:
-        meta = messages.encode(Reply((number, value), problem, more))
+        meta = messages.encode(Reply(value, problem, more, number))
         self.unsent += header(Reply.KIND, len(meta), 0)
         self.unsent += meta
         self._dirty.add(self)
@@ -80,7 +79,7 @@ class StateServer(Closing):
     """Serves the processes that use the state of this node's pool."""
 
     def __init__(self) -> None:
-        self._owner = Owner(KINDS)
+        self._owner = Owner()
         self._dirty: set[RemoteSession] = set()
         self._sessions: set[RemoteSession] = set()
         self._arrived: deque[RemoteSession] = deque()
@@ -174,7 +173,7 @@ class StateServer(Closing):
         question = messages.decode_as(Question, frame.kind, frame.meta)
         session.heard = time.monotonic()
         arguments = question.arguments
-        number = arguments.get("n", 0)
+        number = question.number
         match question.what:
             case "beat":
                 session.answer(number)
@@ -187,9 +186,6 @@ class StateServer(Closing):
                 session.answer(number)
             case what:
                 kind, name = arguments["of"]
-                if kind not in KINDS:
-                    session.answer(number, MISUSED, f"there is no sky.{kind} on this pool")
-                    return
                 asked = Asked(session, number, "waits" in arguments, arguments.get("waits"))
                 self._owner.perform(
                     asked, kind, name, what, arguments["with"], arguments.get("options")
