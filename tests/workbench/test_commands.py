@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.compute.workbench.commands import WINDOW, NodeCommand
-from skyward.compute.workbench.everywhere import run_everywhere
+from skyward.compute.workbench.commands import WINDOW, NodeCommand, run_everywhere
 from skyward.errors import PoolError
 from skyward.nodes.fleet import Fleet
 

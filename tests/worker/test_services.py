@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import skyward as sky
 from skyward.errors import PoolError
 from skyward.nodes.fleet import Fleet
+from skyward.wire.asking import ServiceConnection
+from skyward.wire.connecting import connect
+from skyward.wire.identity import node_name
+from skyward.wire.messages import Hello
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +40,30 @@ def test_questions_and_services_that_are_unknown_are_refused_by_name(pool: Fleet
         oracle.ask("facts")
 
 
-@pytest.mark.parametrize("name", ["activity", "forward", "page"])
-def test_services_with_turns_of_their_own_refuse_what_they_do_not_know(
-    pool: Fleet, name: str
-) -> None:
-    with pool.service(0, name) as service, pytest.raises(PoolError, match="'weather'; ask '"):
-        service.ask("weather")
+def test_arguments_are_checked_and_what_can_be_asked_is_told(pool: Fleet) -> None:
+    with pool.service(0, "values") as values:
+        with pytest.raises(PoolError, match=r"'weather'; ask 'begin', 'find', 'finish', 'forget'"):
+            values.ask("weather")
+        with pytest.raises(PoolError, match="missing required field `name`"):
+            values.ask("find")
+        with pytest.raises(PoolError, match=r"Expected `str`, got `int` - at `\$\.name`"):
+            values.ask("find", name=3)
+        with pytest.raises(PoolError, match="unknown field `more`"):
+            values.ask("find", name="x", more=1)
+        assert values.ask("find", name="x") is None, "it goes on"
+
+
+def test_a_node_may_ask_only_what_is_for_nodes(pool: Fleet) -> None:
+    def ask(service: str, what: str) -> Any:
+        hello = Hello(pool.id, f"peer-service-{service}", pid=os.getpid())
+        endpoint = pool.nodes[0].host.endpoint.split()[0]
+        channel, _ = connect(endpoint, hello, None, node_name(pool.id, 0))
+        with ServiceConnection(channel) as connection:
+            return connection.ask(what)
+
+    assert ask("idle", "idle") >= 0
+    with pytest.raises(PoolError, match="the agent has no service 'about'"):
+        ask("about", "facts")
 
 
 def test_a_page_that_cannot_be_served_says_why(pool: Fleet) -> None:

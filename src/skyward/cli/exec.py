@@ -59,7 +59,7 @@ def exec_command(
     """
     if nodes and everywhere:
         raise click.UsageError("give --node or --all, not both")
-    from skyward.compute.workbench.everywhere import run_everywhere
+    from skyward.compute.workbench.commands import run_everywhere
 
     with reached(name) as pool:
         if everywhere:
