@@ -207,6 +207,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_first(
 
         if dist.get_rank() == 1:
             wait_for(tmp_path / "begun")
+            time.sleep(0.5)  # Its next line takes the other rank into the collective.
             raise ValueError("boom")
         (tmp_path / "begun").touch()
         dist.all_reduce(torch.ones(1))
@@ -262,6 +263,9 @@ def test_an_interrupted_broadcast_leaves_no_collective_for_the_next(
 def test_a_group_whose_ranks_raise_alike_stays(compute: sky.Compute) -> None:
     @sky.function
     def pid(fails: bool) -> int:
+        import torch.distributed as dist
+
+        dist.barrier()  # Else a rank may fail, and its grace be over, before the other begins.
         if fails:
             raise ValueError("everywhere")
         return os.getpid()
