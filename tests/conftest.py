@@ -26,7 +26,7 @@ RUN = uuid.uuid4().hex
 MARK = "SKYWARD_TEST_RUN"
 WORKER = re.compile(r"^skyward\.(device\.)?worker\b")
 
-PATIENCE = 100.0
+PATIENCE = 200.0
 """How long a test waits for what must come: other runs of tests may share the machine."""
 Eventually = Callable[..., None]
 
@@ -118,7 +118,11 @@ def _marked() -> Iterator[None]:
 def wait_until(
     condition: Callable[[], object], seconds: float = PATIENCE, what: str = "the condition"
 ) -> None:
-    """Return as soon as the condition holds; fail loudly when it does not in time."""
+    """Return as soon as the condition holds; fail loudly when it does not in time.
+
+    `seconds` are what it should take at most on a machine that has nothing else to do.
+    """
+    seconds = max(seconds, PATIENCE)
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

@@ -112,7 +112,7 @@ def test_methods_are_what_functions_are(pool: sky.Compute) -> None:
 
 def test_calls_of_a_method_go_where_calls_of_functions_go(pool: sky.Compute) -> None:
     model: Any = Model("gpt", scale=2) >> pool
-    assert model.predict.submit(1).result(30) == (2, 1)
+    assert model.predict.submit(1).result(100) == (2, 1)
     assert model.predict.pending(1) >> pool == (2, 2)
     lazy = sky.function(model.predict)
     assert (lazy(1) & lazy(1)) >> pool == ((2, 3), (2, 4))
@@ -128,7 +128,7 @@ def test_an_object_is_made_on_the_node_that_is_asked_for(pool: sky.Compute) -> N
     for node in (0, 1):
         assert pool.run(Model("gpt"), on=node).place()[0] == node
     future = Model("gpt") > pool
-    assert future.result(30).predict(1) == (1, 1)
+    assert future.result(100).predict(1) == (1, 1)
 
 
 @sky.function
@@ -147,7 +147,7 @@ def test_a_group_has_an_object_in_every_worker(pool: sky.Compute) -> None:
     assert models[2:].predict(5) == []
     assert pool.run(last_of(models), on=0) == [(5, 4)]
     assert models(7) == [7, 7]
-    assert [future.result(30) for future in models.static.submit(1)] == [-1, -1]
+    assert [future.result(100) for future in models.static.submit(1)] == [-1, -1]
     with pytest.raises(sky.BroadcastError, match=r"Model.fails failed on 2 of 2 workers"):
         models.fails()
     with models:
@@ -330,7 +330,7 @@ def test_an_object_is_freed_with_its_handle(pool: sky.Compute, eventually: Event
     future = tracked.there.submit()  # type: ignore[attr-defined]
     del tracked
     gc.collect()
-    assert future.result(30), "a call that is under way still has its object"
+    assert future.result(100), "a call that is under way still has its object"
     eventually(lambda: "dropped" in sky.set("gone"))
 
 
@@ -395,7 +395,7 @@ def test_calls_of_a_lost_object_name_it_and_say_what_to_do(pool: sky.Compute) ->
     waiting = [model.predict.submit(1) for _ in range(3)]
     for future in waiting:
         with pytest.raises(sky.errors.InstanceLostError):
-            future.result(30)
+            future.result(100)
     model.close()
 
 
@@ -404,7 +404,7 @@ def test_calls_that_wait_for_a_lost_object_fail_with_it(pool: sky.Compute) -> No
     futures = [model.dies.submit(), *(model.predict.submit(1) for _ in range(5))]
     for future in futures:
         with pytest.raises(sky.errors.InstanceLostError, match="make it again"):
-            future.result(30)
+            future.result(100)
 
 
 def test_an_object_that_restarts_is_made_again_and_says_so(
@@ -445,7 +445,7 @@ class Meeting:
         self._barrier = threading.Barrier(2)
 
     def meet(self) -> int:
-        return self._barrier.wait(30)
+        return self._barrier.wait(100)
 
 
 def test_methods_run_at_the_same_time_on_threads() -> None:
@@ -453,4 +453,4 @@ def test_methods_run_at_the_same_time_on_threads() -> None:
     with sky.Compute(worker=worker, options=sky.Options(console=False)) as compute:
         meeting: Any = sky.cls(Meeting)() >> compute
         futures = [meeting.meet.submit() for _ in range(2)]
-        assert sorted(future.result(30) for future in futures) == [0, 1]
+        assert sorted(future.result(100) for future in futures) == [0, 1]

@@ -80,7 +80,7 @@ def test_the_pools_of_one_process_are_asked_at_once(monkeypatch: pytest.MonkeyPa
     both = threading.Barrier(2)
 
     def stacks() -> list[Any]:
-        both.wait(30)
+        both.wait(100)
         return []
 
     spec = SimpleNamespace(name="p")

@@ -429,7 +429,7 @@ def test_a_future_keeps_the_tensors_until_the_function_is_done(
     others = [torch.full((1000,), 9.0, device=device) for _ in range(20)]
     torch.sky.synchronize(device)
     flag.touch()
-    assert future.result(30) == 6000
+    assert future.result(100) == 6000
     assert {t.sum().item() for t in others} == {9000.0}
 
 
@@ -590,7 +590,7 @@ def test_a_device_that_ends_leaves_the_function_its_memory(
     process.kill()
     process.wait(100)
     flag.touch()
-    assert future.result(30) == 2 << 20
+    assert future.result(100) == 2 << 20
     with pytest.raises(RuntimeError, match=r"sky:\d+ .*is gone"):
         total(x) >> mortal
     y = torch.ones(3, device=mortal.device("cpu"))
@@ -676,7 +676,7 @@ def test_what_cannot_be_opened_is_copied(alone, monkeypatch: pytest.MonkeyPatch,
 
     x = torch.ones(1 << 20, device=device)
     assert add(x, 1.0) >> compute == "cpu"
-    assert (add(x, 1.0) > compute).result(30) == "cpu"
+    assert (add(x, 1.0) > compute).result(100) == "cpu"
     assert x.sum().item() == 1 << 20
     assert list(scale([1.0, 2.0], x) >> compute) == [1 << 20, 2 << 20]
 

@@ -522,7 +522,7 @@ def test_an_agent_that_does_not_end_is_killed_with_its_children(
     mark = f"{stubborn.pid} {start_mark(stubborn.pid)}\n"
     Path(prepared.folder, "agent.pid").write_text(mark)
     asyncio.run(bootstrap.remove(machine, POOL, 0))
-    assert stubborn.wait(30) == -signal.SIGKILL
+    assert stubborn.wait(100) == -signal.SIGKILL
     eventually(
         lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE,
         10,

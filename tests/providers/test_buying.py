@@ -150,7 +150,7 @@ class TestTimeToLive:
                 with pytest.raises(
                     sky.errors.PoolClosedError, match="time to live of 600 s is over"
                 ):
-                    future.result(30)
+                    future.result(100)
             eventually(lambda: not state.pools())
             with pytest.raises(
                 sky.errors.PoolClosedError, match=r"is over; give Compute a larger ttl"

@@ -54,7 +54,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Here]:
     here = Here("Welcome!\n\1 back", ends_input=request.param)
     yield here
     for each in here.started:
-        each.wait(30)
+        each.wait(100)
 
 
 def test_a_greeting_is_not_the_commands_output(machine: Here) -> None:
@@ -173,7 +173,7 @@ class BelowKeeper(Kept):
         if owner == "actor":
             assert self.started.stdout is not None
             self.folder = Path(self.started.stdout.readline().decode().strip())
-            self.started.wait(30)
+            self.started.wait(100)
 
     async def dial(self, endpoint: str) -> socket.socket:
         assert endpoint == "keeper"
@@ -193,7 +193,7 @@ class BelowKeeper(Kept):
         self.started.stdin.close()
         with self.started.stdout as held:
             assert select.select([held], [], [], 60)[0], "the keeper has outlived its owner"
-        self.started.wait(30)
+        self.started.wait(100)
 
 
 @pytest.mark.parametrize("owner", ["actor", "job"])
@@ -260,7 +260,7 @@ def relayed(data: bytes, *, framed: bool) -> tuple[bytes, bytes]:
             back, _ = relay.communicate(text + sent, timeout=30)
         finally:
             relay.kill()
-    answering.join(30)
+    answering.join(100)
     return bytes(got), back
 
 

@@ -255,7 +255,7 @@ def test_a_host_that_is_out_of_reach_for_a_while_keeps_its_node(
             time.sleep(6)
         finally:
             sshd.up()
-        assert future.result(30) == process
+        assert future.result(100) == process
         assert compute.stats().nodes_lost == 0
 
 

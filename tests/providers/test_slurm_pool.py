@@ -97,7 +97,7 @@ def test_slurms_warning_lets_tasks_end_and_has_the_nodes_replaced(
 
     says("scancel", "--batch", "--signal=USR1", before)
 
-    assert future.result(30) in ("n1", "n2")
+    assert future.result(100) in ("n1", "n2")
     eventually(lambda: before not in _numbers(), 30, "the end of the first job")
     eventually(lambda: all(node.state == "ready" for node in pool.nodes), 60, "two new nodes")
     assert len(synchronised() @ pool) == 2

@@ -39,12 +39,20 @@ def test_64_mib_go_in_and_come_out_or_are_not_even_read(sshd: Sshd) -> None:
     asyncio.run(scenario())
 
 
-def test_more_commands_at_once_than_an_sshd_takes_on_one_connection(sshd: Sshd) -> None:
+async def connections_of(machine: Any, folder: Path, commands: int) -> set[str]:
+    """The connections that so many commands have come over, each of which waits for all others."""
+    folder.mkdir()
+    meet = f"touch {folder}/$$; until [ $(ls {folder} | wc -l) = {commands} ]; do sleep 0.05; done"
+    script = f"echo $SSH_CONNECTION; {meet}"
+    return set(await asyncio.gather(*(said(machine, "sh", "-c", script) for _ in range(commands))))
+
+
+def test_more_commands_at_once_than_an_sshd_takes_on_one_connection(
+    sshd: Sshd, tmp_path: Path
+) -> None:
     async def scenario() -> None:
         async with made(sshd.provider()) as machine:
-            script = "echo $SSH_CONNECTION; sleep 1"
-            came = await asyncio.gather(*(said(machine, "sh", "-c", script) for _ in range(12)))
-            assert len(set(came)) == 2
+            assert len(await connections_of(machine, tmp_path / "meet", 12)) == 2
 
     asyncio.run(scenario())
 
@@ -56,9 +64,7 @@ def test_an_sshd_that_takes_few_commands_gets_more_connections(sshd: Sshd, tmp_p
         known.write_text(f"[127.0.0.1]:{port} {host}")
         provider = sshd.provider("127.0.0.1", port=port, known_hosts=str(known))
         async with made(provider) as machine:
-            script = "echo $SSH_CONNECTION; sleep 0.5"
-            came = await asyncio.gather(*(said(machine, "sh", "-c", script) for _ in range(5)))
-            assert len(set(came)) > 2
+            assert len(await connections_of(machine, tmp_path / "meet", 5)) > 2
 
     with another(sshd, tmp_path, "MaxSessions 2") as port:
         asyncio.run(scenario(port))

@@ -334,7 +334,7 @@ def test_a_lost_owner_is_an_error_once_and_then_the_objects_are_new(
         with pytest.raises(
             sky.errors.StateLostError, match=r"<sky.queue 'never'> cannot be reached"
         ):
-            waiting.result(30)
+            waiting.result(100)
         with pytest.raises(sky.errors.StateLostError, match=r"<sky.counter 'n'> cannot be .*gone"):
             while True:
                 counter.add()

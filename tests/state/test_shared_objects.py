@@ -125,7 +125,7 @@ def test_each_item_of_a_queue_goes_to_one_task(pool: sky.Compute, name: str) -> 
     futures = [does("[q.get(timeout=30) for _ in range(5)]", q=jobs) > pool for _ in range(4)]
     for number in range(20):
         jobs.put(number)
-    assert sorted(n for future in futures for n in future.result(30)) == list(range(20))
+    assert sorted(n for future in futures for n in future.result(100)) == list(range(20))
     assert jobs.empty()
 
 
@@ -141,7 +141,7 @@ def test_a_full_queue_makes_the_producer_wait(pool: sky.Compute, name: str) -> N
         jobs.put("c", timeout=0.05)
     producer = does("q.put('c')", q=sky.queue(name)) > pool
     assert [jobs.get(timeout=30) for _ in range(3)] == ["a", "b", "c"]
-    producer.result(30)
+    producer.result(100)
     with pytest.raises(queue.Empty):
         jobs.get_nowait()
     with pytest.raises(sky.errors.ConfigurationError, match="the queue is there, with maxsize=2"):
@@ -204,7 +204,7 @@ def test_the_lock_of_a_dead_holder_is_free_and_its_next_holder_sees_that(
 def test_a_barrier_lets_all_workers_go_on_together(pool: sky.Compute, name: str) -> None:
     barrier = sky.barrier(name)
     for _ in range(2):
-        assert sorted(does("b.wait(30)", b=barrier) @ pool) == [0, 1]
+        assert sorted(does("b.wait(100)", b=barrier) @ pool) == [0, 1]
     assert (barrier.parties, barrier.n_waiting, barrier.broken) == (2, 0, False)
     with pytest.raises(sky.errors.ConfigurationError, match="with parties=2"):
         sky.barrier(name, 3).wait(1)
@@ -218,7 +218,7 @@ def test_a_barrier_breaks_for_all_if_one_gives_up(pool: sky.Compute, name: str) 
     assert isinstance(late.value, TimeoutError)
     with pytest.raises(threading.BrokenBarrierError, match="did not wait any longer"):
         # The call may come before or after the other one gave up.
-        patient.result(30)
+        patient.result(100)
     assert barrier.broken
     barrier.reset()
     assert not barrier.broken
@@ -226,9 +226,9 @@ def test_a_barrier_breaks_for_all_if_one_gives_up(pool: sky.Compute, name: str) 
 
 def test_an_event_reaches_everybody_who_waits(pool: sky.Compute, name: str) -> None:
     event = sky.event(name)
-    waiting = [does("e.wait(30)", e=event) > pool for _ in range(4)]
+    waiting = [does("e.wait(100)", e=event) > pool for _ in range(4)]
     event.set()
-    assert all(future.result(30) for future in waiting)
+    assert all(future.result(100) for future in waiting)
     assert event.is_set()
     event.clear()
     assert not event.is_set()
@@ -240,7 +240,7 @@ def test_a_cancelled_wait_takes_no_item(
     jobs: sky.queue[str] = sky.queue(name)
     started = sky.event(name)
     future = does("(e.set(), q.get())", e=started, q=jobs) > pool
-    started.wait(30)
+    started.wait(100)
     future.cancel()
     # Cancelled for the caller at once, on the node a little later.
     eventually(lambda: not any(node.running for node in pool.nodes))
@@ -302,7 +302,7 @@ def test_a_thread_that_waits_does_not_hold_up_the_others_of_its_process(
         waited: list[bool] = []
 
         def waits() -> None:
-            waited.append(sky.event(name).wait(30))
+            waited.append(sky.event(name).wait(100))
 
         threads = [threading.Thread(target=waits) for _ in range(3)]
         for thread in threads:

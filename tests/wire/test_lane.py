@@ -88,11 +88,11 @@ def test_a_call_given_up_before_its_bytes_leave_does_not_send_them_later() -> No
 
     sending = threading.Thread(target=send)
     sending.start()
-    assert wire.at_define.wait(30)
+    assert wire.at_define.wait(100)
     call.done = True
     executor.stop(call)
     wire.go_on.set()
-    sending.join(30)
+    sending.join(100)
     assert wire.aborted
     assert failures
     assert not wire.sent
