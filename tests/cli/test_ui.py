@@ -99,6 +99,28 @@ def test_it_shows_only_the_pools_that_are_named(compute: sky.Compute, start: Any
     assert process.wait(PATIENCE) == 0
 
 
+def test_viewers_share_one_connection_to_a_process(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def connect(address: str, wish: bytes) -> socket.socket | None:
+        asked.append(address)
+        return sockets.connect(address, wish)
+
+    monkeypatch.setattr("skyward.page.gathering.connect", connect)
+    gathered = Gathering([ELSEWHERE])
+    viewers = [gathered.join() for _ in range(2)]
+    try:
+        for viewer in viewers:
+            while ELSEWHERE not in (viewer.next(PATIENCE) or ELSEWHERE):
+                pass
+        assert asked.count(sockets.own_address()) == 1
+    finally:
+        gathered.close()
+    assert gathered._doors == {}
+
+
 def test_a_process_is_found_while_it_has_a_pool() -> None:
     with sky.Compute(options=sky.Options(console=False)):
         assert sockets.own_address() in sockets.addresses()

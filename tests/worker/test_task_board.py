@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from skyward.wire.messages import Failure, Missing, Result
 from skyward.worker.node_log import LogReader, NodeLog, Visits
+from skyward.worker.services.activity import _Look
 from skyward.worker.task_board import CANCELLED, FAILED, OK, RUNNING, TaskBoard, board_file
 
 RETURNED = Result(1, 0.0, None)
@@ -109,4 +111,37 @@ def test_the_tasks_of_an_executor_that_has_ended_are_kept(
     assert log.identities() == {"ann": {"user": "ann"}}
     late = LogReader(log, 5).news([])
     assert [task.outcome for task in late] == ["ok", "lost"]
+    log.close()
+
+
+def test_a_node_on_which_nothing_happens_is_looked_at_when_an_executor_is_new(
+    ends: tuple[TaskBoard, TaskBoard], tmp_path: Path
+) -> None:
+    _, board = ends
+    log = NodeLog()
+    executors: list[Any] = []
+    tenants = SimpleNamespace(executors=executors, log=log, clients=[], identities=dict, members={})
+    jobs = SimpleNamespace(running=False, version=0, all=list)
+    config = SimpleNamespace(folder=tmp_path, workers=1)
+    node: Any = SimpleNamespace(tenants=tenants, jobs=jobs, calls=jobs, config=config)
+    look = _Look(node)
+    assert look.is_due
+    look.news()
+    assert not look.is_due
+    executors.append((executor_of(board), Visits()))
+    assert look.is_due, "nobody has asked it to tell of changes"
+    look.news()
+    assert not look.is_due
+    log.close()
+
+
+def test_those_who_ask_at_the_same_time_get_one_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = NodeLog()
+    first = log.usage(1)
+    monkeypatch.setattr(log.gauge, "read", None)
+    second = log.usage(2)
+    assert (first.number, second.number) == (1, 2)
+    assert (second.cpu_percent, second.memory_used) == (first.cpu_percent, first.memory_used)
     log.close()

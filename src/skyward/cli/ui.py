@@ -1,4 +1,4 @@
-"""`sky ui`: a page that shows the pools of this user's processes."""
+"""`sky ui`: a page that shows the pools of this user's processes, or that a pool's head serves."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from types import FrameType
 
 import click
 
-from skyward.cli import output, ui_on_head
+from skyward.cli import output
 from skyward.cli.commands import Command
 from skyward.cli.names import kept_pools
+from skyward.cli.reached import reached
 
 LOOPBACK = "127.0.0.1"
 LOOK_SECONDS = 1.0
@@ -50,10 +51,6 @@ def _tell_missing(names: Iterable[str]) -> None:
             "shows a pool of that name while a process has it",
             err=True,
         )
-
-
-def _unopened(url: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def _check_for_head(names: tuple[str, ...], host: str) -> None:
@@ -92,36 +89,86 @@ def ui(
     if on_head:
         _check_for_head(names, host)
         if stops:
-            ui_on_head.stop(names[0])
+            _stop_head(names[0])
         else:
-            ui_on_head.show_page(names[0], port, opened if shows else _unopened)
+            _show_head(names[0], port, shows)
         return
     if stops:
         raise click.UsageError("--stop ends the page of a pool's head: give --on-head, too")
     gathering = importlib.import_module("skyward.page.gathering").Gathering(names)
     server = importlib.import_module("skyward.page.server").PageServer(gathering, host, port)
+    try:
+        with _interrupted() as ended:
+            _tell(f"the page is at {server.url}, until interrupted", server.url, server.address)
+            _tell_missing(names)
+            _wait(server.url, shows, ended)
+    finally:
+        server.close()
+        gathering.close()
+
+
+def _show_head(name: str, port: int, shows: bool) -> None:
+    """Bring the page of the head of a pool here, until interrupted or the page ends."""
+    from skyward.compute.workbench.head_page import HeadPage
+
+    with reached(name) as pool, HeadPage(pool, port=port) as page, _interrupted() as ended:
+        reasons: list[str] = []
+
+        def follow() -> None:
+            reasons.append(page.wait())
+            ended.set()
+
+        watcher = threading.Thread(target=follow, name="skyward-head-page", daemon=True)
+        watcher.start()
+        served = f"{'still serves' if page.found else 'serves'} the page; here it is at {page.url}"
+        about = {"pool": name, "node": page.node, "found": page.found}
+        _tell(f"the head of {name} {served}, until interrupted", page.url, page.address, **about)
+        if not output.wants_json():
+            click.echo(f"(there it stays; `sky ui {name} --on-head --stop` ends it)", err=True)
+        _wait(page.url, shows, ended)
+        for reason in reasons:
+            click.echo(f"{name}: {reason}", err=True)
+    watcher.join()
+
+
+def _stop_head(name: str) -> None:
+    """End the page of the head of a pool."""
+    from skyward.compute.workbench.head_page import stop_page
+
+    with reached(name) as pool:
+        ended = stop_page(pool)
+    if output.wants_json():
+        output.as_json({"pool": name, "stopped": ended})
+    else:
+        click.echo(f"the page of {name} is ended" if ended else f"{name} has no page on its head")
+
+
+@contextlib.contextmanager
+def _interrupted() -> Iterator[threading.Event]:
+    """An event that is set when the command is interrupted."""
     ended = threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
         ended.set()
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        if output.wants_json():
-            # On one line, so that a program can read it while the server runs.
-            click.echo(json.dumps({"url": server.url, "address": server.address}))
-        else:
-            click.echo(f"the page is at {server.url}, until interrupted")
-        _tell_missing(names)
-        sys.stdout.flush()
-        with (
-            opened(server.url) if shows else contextlib.nullcontext(),
-            contextlib.suppress(KeyboardInterrupt),
-        ):
-            # With a limit: a signal that another thread gets does not end a wait without one.
-            while not ended.wait(LOOK_SECONDS):
-                pass
+        yield ended
     finally:
-        signal.signal(signal.SIGTERM, before)
-        server.close()
-        gathering.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell(text: str, url: str, address: str, **more: object) -> None:
+    if output.wants_json():
+        # On one line, so that a program can read it while the page is served.
+        text = json.dumps({"url": url, "address": address, **more})
+    click.echo(text)
+    sys.stdout.flush()
+
+
+def _wait(url: str, shows: bool, ended: threading.Event) -> None:
+    with opened(url) if shows else contextlib.nullcontext():
+        # With a limit: a signal that another thread gets does not end a wait without one.
+        while not ended.wait(LOOK_SECONDS):
+            pass

@@ -13,7 +13,6 @@ import threading
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -299,14 +298,6 @@ class OwnPools(Hub):
         return super().measure()
 
 
-@dataclass(frozen=True, slots=True)
-class MissedCalls:
-    """The calls that ran when events were found lost, and those that were over by then."""
-
-    running: dict[int, Row]
-    over: list[int]
-
-
 class OwnPool(ShownPool):
     """A pool of this process, by its events."""
 
@@ -346,7 +337,10 @@ class OwnPool(ShownPool):
     def gather(self) -> None:
         numbers = self.fleet.dispatcher.teller.curves.news(self._numbers_told)
         self.add_numbers(map(number_row, numbers))
-        missed = self._missed() if self._dropped else None
+        dropped, self._dropped = self._dropped, False
+        # Asked before the events that are left: among them is the end of a call that ends from now.
+        there = {call[0]: call for call in self.fleet.dispatcher.running()} if dropped else {}
+        over = [call for call in self.running if call not in there] if dropped else []
         nodes: set[int] = set()
         ended: set[int] = set()
         while self._events:
@@ -380,8 +374,12 @@ class OwnPool(ShownPool):
                     pass
         if nodes:
             self.add_nodes(self._rows_of(nodes))
-        if missed is not None:
-            self._make_up(missed, ended)
+        now = time.time()
+        for number in over:
+            if (known := self.running.get(number)) is not None:
+                self.add_call([*known[:5], now, "ok", ""])
+        for number in there.keys() - self.running.keys() - ended:
+            self.add_call([*there[number], now, None, None, ""])
 
     def _end_call(self, event: CallFinished | CallFailed | CallCancelled) -> None:
         known = self.running.pop(event.call, None)
@@ -396,27 +394,6 @@ class OwnPool(ShownPool):
         began = event.time - seconds if seconds or known is None else known[4]
         about = [event.call, event.name, event.node, event.worker, began]
         self.add_call([*about, event.time, how, ""])
-
-    def _missed(self) -> MissedCalls:
-        """What may have to be put right once the events that are left have been taken.
-
-        Asked before: the end of a call that ends from now on is among the events.
-        """
-        self._dropped = False
-        now = time.time()
-        calls = self.fleet.dispatcher.running()
-        running: dict[int, Row] = {call[0]: [*call, now, None, None, ""] for call in calls}
-        return MissedCalls(running, [call for call in self.running if call not in running])
-
-    def _make_up(self, missed: MissedCalls, ended: set[int]) -> None:
-        """End calls whose end was lost, and begin those whose start was."""
-        for number in missed.over:
-            call = self.running.get(number)
-            if call is not None:
-                self.add_call([*call[:5], time.time(), "ok", ""])
-        for number, call in missed.running.items():
-            if number not in ended:
-                self.running.setdefault(number, call)
 
     def _rows_of(self, wanted: set[int] | None) -> list[Row]:
         return [
