@@ -16,6 +16,7 @@ from .conftest import wait_until
 CALLS = 50
 ON_CLIENT = 57
 ON_WORKER = 54
+OF_AN_ADD = 34
 
 
 @sky.function
@@ -69,3 +70,24 @@ def test_a_worker_runs_few_functions_for_a_call(pool: sky.Compute) -> None:
     for _ in range(CALLS):
         pool.run(nothing(), on=0)
     assert pool.run(end_counting(), on=0) / (CALLS + 1) < ON_WORKER
+
+
+@sky.function
+def functions_of_an_add() -> float:
+    counter = sky.counter("cost of an add")
+    counter.add()
+    count = [0]
+
+    def note(frame: types.FrameType, event: str, argument: Any) -> None:
+        count[0] += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    for _ in range(CALLS):
+        counter.add()
+    sys.setprofile(before)
+    return count[0] / CALLS
+
+
+def test_a_worker_runs_few_functions_for_a_shared_counter(pool: sky.Compute) -> None:
+    assert pool.run(functions_of_an_add(), on=0) < OF_AN_ADD

@@ -267,6 +267,7 @@ def test_a_process_whose_connection_broke_keeps_its_lock_for_the_lease() -> None
     for session in owner.absent:
         owner.free_leases(session)
     assert there.ask(owner, "lock", "acquire", 30.0) == (2, True)
+    owner.tidy_absent()
     assert not owner.absent
 
 

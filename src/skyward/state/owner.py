@@ -553,7 +553,8 @@ class Owner:
         self._limit = limit
         self._objects: dict[tuple[str, str], OwnedObject] = {}
         self._used = 0
-        self._absent: list[Session] = []
+        self.absent: list[Session] = []
+        """The processes that held locks when their connections broke."""
         self._processes: dict[str, Session] = {}
         """The last session of each process, while it is there or holds locks."""
         self._deadlines: list[tuple[float, int, Asked]] = []
@@ -668,13 +669,11 @@ class Owner:
         for lock in [each for each in session.holds if silent > each.lease]:
             lock.abandon()
 
-    @property
-    def absent(self) -> list[Session]:
-        """The processes that hold locks, and whose connections have broken."""
-        for session in [each for each in self._absent if not each.holds]:
-            self._absent.remove(session)
+    def tidy_absent(self) -> None:
+        """Forget processes that are absent and hold no lock any more."""
+        for session in [each for each in self.absent if not each.holds]:
+            self.absent.remove(session)
             self._forget(session)
-        return self._absent
 
     def leave(self, session: Session, *, ended: bool) -> None:
         """Forget what a process waits for, and free its locks if it has ended.
@@ -684,7 +683,7 @@ class Owner:
         for number in list(session.waiters):
             self.cancel(session, number)
         if session.holds and not ended:
-            self._absent.append(session)
+            self.absent.append(session)
             return
         for lock in list(session.holds):
             lock.abandon()

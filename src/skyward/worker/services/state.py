@@ -134,11 +134,14 @@ class StateServer(Closing):
 
     def _pause(self) -> float | None:
         due = self._owner.expire()
-        watched = self._owner.absent or any(each.waiters or each.holds for each in self._sessions)
         if self._dirty:
             return 0.0
-        pauses = [*([] if due is None else [due]), *([LOOK_SECONDS] if watched else [])]
-        return min(pauses, default=None)
+        if self._owner.absent:
+            return LOOK_SECONDS if due is None else min(due, LOOK_SECONDS)
+        for session in self._sessions:
+            if session.waiters or session.holds:
+                return LOOK_SECONDS if due is None else min(due, LOOK_SECONDS)
+        return due
 
     def _take_arrived(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -226,8 +229,9 @@ class StateServer(Closing):
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
-        for absent in list(self._owner.absent):
-            self._owner.free_leases(absent)
+        for session in list(self._owner.absent):
+            self._owner.free_leases(session)
+        self._owner.tidy_absent()
         for session in list(self._sessions):
             self._owner.free_leases(session)
             if session.waiters and now - session.heard > SILENT_SECONDS:
