@@ -190,6 +190,8 @@ class TestArguments:
     def test_any_other_argument_is_a_type_error(self) -> None:
         with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
             sky.Options(nothing=1)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"'ndoes'; did you mean 'nodes'\? it takes provider, "):
+            sky.Compute(ndoes=2)  # type: ignore[call-arg]
 
 
 @sky.function

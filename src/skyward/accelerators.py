@@ -202,8 +202,9 @@ def check(call: str, accelerator: object) -> None:
         try:
             wanted = parse(accelerator)
         except ConfigurationError as problem:
+            why = str(problem).removeprefix(f"accelerator {accelerator!r}: ")
             raise ConfigurationError(
-                f"{call}(accelerator={accelerator!r}): expected {_spelled(wanted)}, and {problem}"
+                f"{call}(accelerator={accelerator!r}): {why}. Write it as {_spelled(wanted)}"
             ) from None
     raise ConfigurationError(f"{call}(accelerator={accelerator!r}): expected {_spelled(wanted)}")
 

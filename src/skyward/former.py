@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Mapping
@@ -259,6 +260,14 @@ def explained(kind: Made) -> Made:
                     raise ConfigurationError(
                         f"{kind.__name__}({name}={value!r}): {ways[name]} ({GUIDE})"
                     )
+            unknown = next(name for name in kwargs if name not in taken)
+            known = [name for name in taken if name != "self"]
+            near = difflib.get_close_matches(unknown, known, n=1)
+            raise TypeError(
+                f"{kind.__name__}() got an unexpected keyword argument {unknown!r}; "
+                + (f"did you mean {near[0]!r}? " if near else "")
+                + f"it takes {', '.join(known)}"
+            )
         made(self, *args, **kwargs)
 
     kind.__init__ = __init__  # type: ignore[misc]

@@ -257,6 +257,25 @@ class Function(Generic[P, T]):
                 self._code = Code.of(self.body)
             return self._code
 
+    if not TYPE_CHECKING:
+        # Hidden from type checkers, which find the mistake themselves.
+        def __rshift__(self, where: object) -> NoReturn:
+            raise self._not_called(">>")
+
+        def __gt__(self, where: object) -> NoReturn:
+            raise self._not_called(">")
+
+        def __matmul__(self, where: object) -> NoReturn:
+            raise self._not_called("@")
+
+    def _not_called(self, operator: str) -> TypeError:
+        """The error for a function before an operator, in place of a call of it."""
+        name = str(self.name).rpartition(".")[2]
+        return TypeError(
+            f"{name} {operator} ...: {name} is a function, and only its calls run; write "
+            f"{name}(...) {operator} compute, with parentheses also if it takes no arguments"
+        )
+
     @functools.cached_property
     def parameter_names(self) -> tuple[str, ...]:
         """The names of the parameters, for error messages about arguments."""

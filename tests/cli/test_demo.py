@@ -20,10 +20,11 @@ def test_a_model_learns_on_a_worker_and_comes_back(run, tmp_path: Path, monkeypa
     (tmp_path / "skyward.toml").write_text("[pools.here]\nprovider = 'local'")
     monkeypatch.chdir(tmp_path)
 
+    assert run("demo", "--pool", "nosuch", code=1).stdout == ""
     told = run("demo", "--pool", "here").stdout.splitlines()
 
     assert "A new model of 34,186 parameters reads" in told[0]
-    assert "[node 0] epoch 5/5: loss" in told[-3]
+    assert "node 0] epoch 5/5: loss" in told[-3]
     assert float(told[-2].rpartition("reads ")[2].removesuffix(" %.")) > 90
 
 

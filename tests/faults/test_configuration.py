@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,8 @@ def refused(action: Callable[[], object], *words: str) -> None:
         ({"provider": sky.Local}, ["provider=", "give an instance, not the class"]),
         ({"provider": "AWS"}, ["provider='AWS'", "expected sky.AWS()"]),
         ({"provider": sky.SSH}, ["expected sky.SSH(...)"]),
+        ({"provider": "nonsense"}, ["expected a provider; one of sky.Local, sky.Container, sky.S"]),
+        ({"provider": "slrum"}, ["did you mean sky.Slurm()? There are sky.Local, "]),
         ({"nodes": 0}, ["desired=0"]),
         ({"nodes": -3}, ["desired=-3"]),
         ({"nodes": 1.5}, ["desired=1.5"]),
@@ -42,7 +45,11 @@ def refused(action: Callable[[], object], *words: str) -> None:
         ({"nodes": (1, 2, 3)}, ["nodes=(1, 2, 3)", "a pair means (min, max)"]),
         ({"accelerator": "A100"}, ["accelerator='A100'", "sky.accelerators.A100()"]),
         ({"accelerator": "a100-40gb:2"}, ["sky.accelerators.A100(count=2, memory='40GB')"]),
-        ({"accelerator": "Z9"}, ["sky.accelerators.A100()", "no model called 'Z9'", "has K80, "]),
+        (
+            {"accelerator": "Z9"},
+            ["(accelerator='Z9'): no model called 'Z9'; the catalog has K80, "],
+        ),
+        ({"accelerator": "Z9"}, ["any other. Write it as sky.accelerators.A100()"]),
         ({"accelerator": sky.accelerators.L4}, ["a model; write sky.accelerators.L4()"]),
         ({"accelerator": 3}, ["Compute(accelerator=3)", "expected sky.accelerators.A100()"]),
         ({"vcpus": 0}, ["Compute(vcpus=0)", "give a number above 0"]),
@@ -147,6 +154,26 @@ def test_a_map_over_nothing_or_of_nothing_is_refused(pool: sky.Compute) -> None:
     refused(lambda: pool.map("echo", [1]), "'echo'", "not callable")  # type: ignore[arg-type]
     refused(lambda: pool.map(echo, 5), "map", "5", "not iterable")  # type: ignore[arg-type]
     refused(lambda: pool.map(echo, [1], None), "map", "None", "not iterable")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sign", "apply"),
+    [(">>", operator.rshift), (">", operator.gt), ("@", operator.matmul)],
+)
+def test_a_function_that_is_not_called_says_so(
+    sign: str, apply: Callable[[object, object], object]
+) -> None:
+    with pytest.raises(TypeError) as caught:
+        apply(echo, sky)
+    assert str(caught.value).startswith(f"echo {sign} ...: echo is a function")
+    assert f"write echo(...) {sign} compute" in str(caught.value)
+
+
+def test_a_pool_whose_arguments_were_refused_can_be_shown() -> None:
+    made = sky.Compute.__new__(sky.Compute)
+    with pytest.raises(sky.errors.ConfigurationError):
+        made.__init__(nodes=0)  # type: ignore[misc]
+    assert repr(made) == "<sky.Compute: not made, its arguments were refused>"
 
 
 def test_wrong_arguments_of_the_function_itself_are_its_own_type_error(pool: sky.Compute) -> None:

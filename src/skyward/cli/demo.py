@@ -39,6 +39,8 @@ def demo(pool: str | None) -> None:
     from skyward.spec import Options
 
     talk = not output.wants_json()
+    settings: dict[str, Any] = {} if talk else {"options": Options(console=False)}
+    made = Compute.named(pool, **settings) if pool else Compute(**settings)
     torch.manual_seed(0)
     images, labels = digits.drawn(_TRAINING, seed=1)
     held_out = digits.drawn(_TEST, seed=2)
@@ -47,8 +49,7 @@ def demo(pool: str | None) -> None:
     if talk:
         count = sum(each.numel() for each in model.parameters())
         click.echo(f"A new model of {count:,} parameters reads {before:.1f} % of {_TEST:,} digits.")
-    settings: dict[str, Any] = {} if talk else {"options": Options(console=False)}
-    with Compute.named(pool, **settings) if pool else Compute(**settings) as compute:
+    with made as compute:
         trained = digits.train(model, images, labels, _EPOCHS, talk) >> compute
         where = compute.nodes[0].address
     after = digits.accuracy(trained, *held_out)

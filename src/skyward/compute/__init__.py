@@ -344,9 +344,14 @@ class Compute:
             self._attached = False
             return
         if fleet is not None:
-            if self._was_ready or not fleet.closed:
+            if not fleet.closed:
                 raise PoolClosedError(
                     f"{self.name} is already entered; make another Compute instead"
+                )
+            if self._was_ready:
+                raise PoolClosedError(
+                    f"{self.name} is closed, and does not open again; make another Compute, with "
+                    "the same arguments"
                 )
             # It did not start, and nothing of that attempt is left.
             self._fleet = self._named = None
@@ -930,6 +935,8 @@ class Compute:
         return listening.serve_page(host, port)
 
     def __repr__(self) -> str:
+        if "_fleet" not in vars(self):
+            return "<sky.Compute: not made, its arguments were refused>"
         if self._fleet is None:
             state = "not entered"
         elif self._fleet.closed:

@@ -9,6 +9,7 @@ every provider passes.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import getpass
 import hashlib
 import importlib
@@ -572,7 +573,11 @@ def _meant(given: object) -> str:
     if isinstance(given, str) and given.lower() in provider_names():
         given = find_provider(given.lower())
     if not isinstance(given, type) or not isinstance(given, Provider):
-        return "sky.Local()"
+        ours = [f"sky.{place.partition(':')[2]}" for place in BUILT_IN.values()]
+        others = [name for name in provider_names() if name not in BUILT_IN]
+        near = difflib.get_close_matches(str(given).lower(), provider_names(), n=1)
+        meant = f"did you mean {_meant(near[0])}? There are" if near else "one of"
+        return f"a provider; {meant} {', '.join([*ours, *others])}"
     prefix = "sky." if given.__module__.startswith("skyward.providers.") else ""
     required = [
         each.name

@@ -197,6 +197,7 @@ def check(answer: CommandAnswer, what: str, login: Login) -> CommandAnswer:
     """The answer, unless the command failed; raises `UnreachableError` if nobody answered it."""
     if answer.status == 0:
         return answer
+    check_has_cluster(answer, login)
     said = first_words(answer) or f"exit status {answer.status}"
     if is_out_of_reach(answer):
         raise UnreachableError(
@@ -207,11 +208,11 @@ def check(answer: CommandAnswer, what: str, login: Login) -> CommandAnswer:
 
 def check_has_cluster(answer: CommandAnswer, login: Login) -> None:
     """Raise `ConfigurationError` if Slurm's commands are there, but belong to no cluster."""
-    said = (answer.words or answer.output).strip().rpartition("\n")[2]
-    if answer.status and "configuration source" in said:
+    if answer.status and "configuration source" in answer.words + answer.output:
         raise ConfigurationError(
-            f"Slurm's commands are on {login.name}, but they know no cluster: {said}; run "
-            'this on a login node, or name one: Slurm(login="me@cluster")'
+            f"Slurm's commands are on {login.name}, but they know no cluster: there is no "
+            "slurm.conf, and no controller in its network's DNS; run this on a login node, or name "
+            'one: Slurm(login="me@cluster")'
         )
 
 
@@ -254,7 +255,6 @@ class SlurmCluster:
     async def jobs_of_pools(self) -> list[tuple[str, str, SlurmJob]]:
         """The jobs of any pool that have not ended, each with its name and its user."""
         answer = await self.login.call(["squeue", "--noheader", f"--format=%j|%u|{_FORMAT}"])
-        check_has_cluster(answer, self.login)
         check(answer, "looking for jobs", self.login)
         found = []
         for line in answer.output.splitlines():
