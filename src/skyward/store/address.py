@@ -10,7 +10,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from skyward.errors import ConfigurationError, StoreError
-from skyward.store.http import HttpFiles
 from skyward.store.local import LocalFiles
 from skyward.store.places import Files, is_loopback, store_at
 from skyward.store.remote import FsspecFiles
@@ -70,6 +69,9 @@ def open_files(url: str | os.PathLike[str], token: str | None, durable: bool) ->
             )
         return LocalFiles(root, durable=durable)
     if text.startswith(("http://", "https://")):
+        # With urllib3, which other stores do not need.
+        from skyward.store.http import HttpFiles
+
         return HttpFiles(text, token)
     return _open_remote(text, token)
 
