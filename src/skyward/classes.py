@@ -274,9 +274,9 @@ class SeatFunction(Function[..., Any]):
         *,
         apart: str = "",
         timeout: float | None = None,
-        stays: Any = None,
+        kept_on: Any = None,
     ) -> None:
-        super().__init__(body, name=name, timeout=timeout, stays=stays)
+        super().__init__(body, name=name, timeout=timeout, kept_on=kept_on)
         self.apart = apart
         self._find_seat = seat
 
@@ -289,7 +289,7 @@ class InstanceFunction(SeatFunction):
     """A method of one object: calling it describes a call, as for any function."""
 
     def __init__(
-        self, residence: Residence, method: str, plain: Callable[..., Any], stays: Any = None
+        self, residence: Residence, method: str, plain: Callable[..., Any], kept_on: Any = None
     ) -> None:
         timeout = getattr(plain, "timeout", None) if isinstance(plain, Function) else None
         super().__init__(
@@ -298,7 +298,7 @@ class InstanceFunction(SeatFunction):
             residence.seat,
             apart=residence.making.apart(residence.key),
             timeout=residence.making.kind.timeout if timeout is None else timeout,
-            stays=stays,
+            kept_on=kept_on,
         )
         self._residence, self._method, self._plain = residence, method, plain
         self.__doc__ = plain.__doc__
@@ -313,8 +313,8 @@ class InstanceFunction(SeatFunction):
             f"{self._residence.making.name}.local(...)"
         )
 
-    def _changed(self, body: Callable[..., Any], stays: Any) -> InstanceFunction:
-        return InstanceFunction(self._residence, self._method, self._plain, stays)
+    def _changed(self, body: Callable[..., Any], kept_on: Any) -> InstanceFunction:
+        return InstanceFunction(self._residence, self._method, self._plain, kept_on)
 
     @functools.cached_property
     def parameter_names(self) -> tuple[str, ...]:

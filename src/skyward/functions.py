@@ -139,9 +139,9 @@ class Function(Generic[P, T]):
         retries: int = 0,
         name: str | None = None,
         fail_fast: bool = False,
-        stays: Any = None,
+        kept_on: Any = None,
     ) -> None:
-        """`stays` is the device that the tensors of results stay on, as `remote` takes it."""
+        """`kept_on` is the device that keeps the tensors of results, as `remote` takes it."""
         if not callable(body):
             raise ConfigurationError(
                 f"@sky.function on {body!r}: it is not callable; decorate a function"
@@ -162,7 +162,7 @@ class Function(Generic[P, T]):
         self.timeout = timeout
         self.retries = retries
         self.fail_fast = fail_fast
-        self.stays = stays
+        self.kept_on = kept_on
         self.name = name or getattr(body, "__qualname__", type(body).__name__)
         functools.update_wrapper(self, body, updated=())
         self._code: Code | None = None
@@ -184,14 +184,14 @@ class Function(Generic[P, T]):
 
     def with_body(self, body: Callable[P, T]) -> Function[P, T]:
         """The same function with another body, for decorators."""
-        return self._changed(body, self.stays)
+        return self._changed(body, self.kept_on)
 
-    def staying(self, device: Any) -> Function[P, T]:
-        """The same function with results whose tensors stay on a device."""
+    def keeping(self, device: Any) -> Function[P, T]:
+        """The same function with results whose tensors are kept on a device."""
         return self._changed(self.body, device)
 
-    def _changed(self, body: Callable[P, T], stays: Any) -> Function[P, T]:
-        return Function(body, **{**self._settings, "stays": stays})
+    def _changed(self, body: Callable[P, T], kept_on: Any) -> Function[P, T]:
+        return Function(body, **{**self._settings, "kept_on": kept_on})
 
     def with_timeout(self, seconds: float) -> Function[P, T]:
         """The same function with another timeout for its calls.
@@ -200,7 +200,7 @@ class Function(Generic[P, T]):
         """
         if not _is_time(seconds):
             raise ConfigurationError(f"with_timeout({seconds!r}): give seconds above 0")
-        changed = self._changed(self.body, self.stays)
+        changed = self._changed(self.body, self.kept_on)
         changed.timeout = seconds
         with self._lock:
             # The same body: it need not be encoded again.
@@ -233,7 +233,7 @@ class Function(Generic[P, T]):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        names = ("timeout", "retries", "name", "fail_fast", "stays")
+        names = ("timeout", "retries", "name", "fail_fast", "kept_on")
         return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
@@ -650,7 +650,7 @@ def remote(body: Function[P, T], /, *, device: str | torch.device = "auto") -> F
 @overload
 def remote(body: Callable[P, T], /, *, device: str | torch.device = "auto") -> Function[P, T]: ...
 def remote(body: Callable[..., Any], /, *, device: Any = "auto") -> Function[..., Any]:
-    """The function with results that stay: their tensors are sky tensors, and never come here.
+    """The function with kept results: their tensors are sky tensors, and never come here.
 
     `device` is a device of the node that runs the call, as `compute.device` takes it: "cuda",
     "cuda:1", "cpu", or "auto" for the best of it. If it is a sky device, calls run on its node.
@@ -663,7 +663,7 @@ def remote(body: Callable[..., Any], /, *, device: Any = "auto") -> Function[...
             f"remote({_short(body)}, device={device!r}): give 'cuda', 'cpu', 'mps' or 'auto', or a "
             "device of compute.device()"
         )
-    return as_function(body).staying(device)
+    return as_function(body).keeping(device)
 
 
 def _short(value: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward.worker import values
+from skyward.worker import kept_values
 
 from ..conftest import PATIENCE
 from .conftest import said
@@ -65,7 +65,9 @@ def test_a_value_that_is_read_stays_while_others_replace_it(bench: str) -> None:
             found = reader.ask("find", name="number")
             for number in range(2, 6):
                 compute.keep("number", number)
-            call = sky.functions.Function(values.read, name="read")(found["path"], found["size"])
+            call = sky.functions.Function(kept_values.read, name="read")(
+                found["path"], found["size"]
+            )
             assert compute.run(call, on=0) == 1
         assert compute.kept("number") == 5
 

@@ -30,10 +30,9 @@ from skyward.wire.messages import (
 from skyward.worker import limits, supervision
 from skyward.worker.agent import Agent
 from skyward.worker.config import AgentConfig
-from skyward.worker.devices import DeviceProcesses
+from skyward.worker.devices import DeviceProcesses, NodeDevices
 from skyward.worker.output import PIPE_SIZE
 from skyward.worker.process import ending
-from skyward.worker.residents import Residents
 from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
 
 from ..conftest import PATIENCE, only_in_all
@@ -109,7 +108,7 @@ def test_an_agent_ends_when_its_time_to_live_is_over(config: AgentConfig) -> Non
 def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> None:
     """Asked of the agent's part alone: the client often notices the broken connection first."""
     told: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    devices = DeviceProcesses(config, told.put, queue.SimpleQueue(), Residents())
+    devices = DeviceProcesses(config, told.put, queue.SimpleQueue(), NodeDevices())
     devices.open(OpenDevice(1, "cpu"))
     while isinstance(up := told.get(timeout=120), Written):
         pass  # its core is compiled
@@ -132,7 +131,7 @@ def test_the_client_hears_that_a_device_compiles_and_why_it_could_not(
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     told: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    devices = DeviceProcesses(config, told.put, queue.SimpleQueue(), Residents())
+    devices = DeviceProcesses(config, told.put, queue.SimpleQueue(), NodeDevices())
     devices.open(OpenDevice(1, "cpu"))
     shown: list[Message] = []
     while isinstance(down := told.get(timeout=120), Written):

@@ -20,6 +20,7 @@ from skyward.calls import tracing
 from skyward.calls.debuggers import DEBUG_KEY, ENVIRONMENT, DebuggerDesk, debug_mode
 from skyward.calls.device_tensors import BroadcastTensors, CallDevices, DeviceTensors
 from skyward.calls.held import HeldWorkers
+from skyward.calls.kept import KeptResult, ResultTensors, node_of_result
 from skyward.calls.lane import Lane, Lanes
 from skyward.calls.loop import Borrower, Loop
 from skyward.calls.nesting import Broadcast, NestedCalls
@@ -28,7 +29,6 @@ from skyward.calls.prospects import Prospects
 from skyward.calls.results import ResultThread
 from skyward.calls.scheduler import Load
 from skyward.calls.sending import Sending
-from skyward.calls.staying import ArrivedTensors, Staying, node_of_result
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import (
     WINDOW,
@@ -268,12 +268,12 @@ class Dispatcher:
         if tensors is not None and tensors.holder is not None:
             on = tensors.holder[0]
             worker = None if tensors.holder[1] is None else (on, tensors.holder[1])
-        staying = None
-        if function.stays is not None:
+        kept = None
+        if function.kept_on is not None:
             node = on if worker is None else worker[0]
-            on = node_of_result(function.name, function.stays, node, self._devices.holder)
-            device = functools.partial(self._devices.for_result, function.stays)
-            staying = Staying(device, parcel.encoded.referred)
+            on = node_of_result(function.name, function.kept_on, node, self._devices.holder)
+            device = functools.partial(self._devices.for_result, function.kept_on)
+            kept = KeptResult(device, parcel.encoded.referred)
         handles = (*code.encoded.handles, *parcel.encoded.handles)
         awaits = [each for each in handles if isinstance(each, CallFuture)] if handles else ()
         number = next(self._ids)
@@ -288,7 +288,7 @@ class Dispatcher:
         task.on, task.worker, task.pinned, task.apart = on, worker, pinned, function.apart
         task.timeout = self.default_timeout if function.timeout is None else function.timeout
         task.retries = function.retries or self._options.retries
-        task.staying, task.awaits = staying, awaits
+        task.kept, task.awaits = kept, awaits
         if tracing.MODULE in sys.modules:
             task.trace = tracing.begin(function.name, number, self.pool)
         if self._console.shell is not None:
@@ -644,7 +644,7 @@ class Dispatcher:
                 pieces = lane.connection.take(frame, message.payload)
                 task = lane.tasks.get(message.task)
                 if task is not None and task.stream is not None:
-                    task.stream.put(pieces, _stayed(lane, task))
+                    task.stream.put(pieces, _kept(lane, task))
             case End():
                 self._on_end(lane, message)
             case Credit() if message.task < 0:
@@ -665,11 +665,11 @@ class Dispatcher:
                     self._resend(lane, task, message)
             case Room():
                 task = lane.tasks.get(message.task)
-                if task is not None and task.staying is not None:
+                if task is not None and task.kept is not None:
                     # On its own thread: it may open a device, and waits for one.
                     maker = threading.Thread(
                         target=self._make_room,
-                        args=(lane, task, task.staying, message.spans),
+                        args=(lane, task, task.kept, message.spans),
                         name="skyward-room",
                         daemon=True,
                     )
@@ -759,8 +759,8 @@ class Dispatcher:
         if task is not None:
             if self.teller.events.listened and result.payload is not None:
                 self.teller.transferred(lane, task, "received", _size(result.payload))
-            stayed = None if task.staying is None else _stayed(lane, task)
-            self._finish(task, Value(pieces, task.name, lane.load, stayed))
+            kept = None if task.kept is None else _kept(lane, task)
+            self._finish(task, Value(pieces, task.name, lane.load, kept))
 
     def _open_stream(self, lane: Lane, task: Task) -> None:
         task.stream = items = StreamItems()
@@ -826,17 +826,17 @@ class Dispatcher:
         return True
 
     def _make_room(
-        self, lane: Lane, task: Task, staying: Staying, spans: list[tuple[int, int]]
+        self, lane: Lane, task: Task, kept: KeptResult, spans: list[tuple[int, int]]
     ) -> None:
-        """Make memory for a result that stays, and tell the executor where it is."""
+        """Make memory for a kept result, and tell the executor where it is."""
         try:
-            lane.tell(staying.make_room(task.id, lane.node, lane.worker, spans))
+            lane.tell(kept.make_room(task.id, lane.node, lane.worker, spans))
         except Exception as problem:
-            problem.add_note(f"{task.name} has run on {lane.where}, but its result cannot stay")
+            problem.add_note(f"{task.name} has run on {lane.where}, but its result cannot be kept")
             self.cancel(task, problem)
         if task.done and task.stream is None:
             # It was cancelled meanwhile, and the memory that was freed then is here again.
-            staying.discard()
+            kept.discard()
 
     def _leave(self, lane: Lane, task_id: int, ran: float) -> Task | None:
         """Take a task off its lane, which then has room for another."""
@@ -867,8 +867,8 @@ class Dispatcher:
                 self._count(task, answer if isinstance(answer, Failed) else None)
         elif isinstance(answer, Value):
             answer.discard()
-        if task.staying is not None and not isinstance(answer, Streaming):
-            task.staying.discard()
+        if task.kept is not None and not isinstance(answer, Streaming):
+            task.kept.discard()
         if task.parcel.blobs or task.parcel.by_value is not None:
             self._release(task)
 
@@ -1056,9 +1056,9 @@ def _is_wanted(task: Task) -> bool:
     return task.cancellable and not task.cancelled
 
 
-def _stayed(lane: Lane, task: Task) -> ArrivedTensors | None:
-    """The tensors of a result that stay on the device of the worker that ran the task."""
-    return None if task.staying is None else task.staying.arrived(lane.node, lane.worker)
+def _kept(lane: Lane, task: Task) -> ResultTensors | None:
+    """The tensors of a result that are kept on the device of the worker that ran the task."""
+    return None if task.kept is None else task.kept.arrived(lane.node, lane.worker)
 
 
 def _called_by_handler(task: Task) -> RuntimeError:

@@ -687,11 +687,11 @@ class Lanes:
 def _run(task: Task, payload: Payload, inputs: list[str], pending: bool = False) -> Run:
     """The message that gives an executor a task."""
     keys = [named.key for named in task.handles] if task.handles else []
-    stays = task.staying is not None
+    kept = task.kept is not None
     trace = {} if task.trace is None else task.trace.carrier
     code, mode = task.code.key, task.debugged
     name, apart = task.name, task.apart
-    return Run(task.id, name, code, payload, keys, inputs, stays, trace, mode, apart, pending)
+    return Run(task.id, name, code, payload, keys, inputs, kept, trace, mode, apart, pending)
 
 
 def _held_up(load: Load[Task]) -> bool:

@@ -52,8 +52,8 @@ class RemoteIterator(Closing, Iterator[Any]):
     @staticmethod
     def _value(item: StreamItem | Answer | None) -> Any:
         if isinstance(item, tuple):
-            pieces, stayed = item
-            return encoding.decode(*pieces, stayed)
+            pieces, kept = item
+            return encoding.decode(*pieces, kept)
         if item is None:
             raise StopIteration
         return item.get()

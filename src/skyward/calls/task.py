@@ -11,10 +11,10 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
+from skyward.calls.kept import KeptResult, ResultTensors
 from skyward.calls.loop import Borrower, Timer
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.scheduler import Load
-from skyward.calls.staying import ArrivedTensors, Staying
 from skyward.calls.tracing import CallTrace
 from skyward.errors import RemoteError, SkywardError
 from skyward.functions import ArrivalSignal, Future
@@ -25,7 +25,7 @@ from skyward.wire.messages import NEVER, Failure
 WINDOW = 16
 """How many items the worker may be ahead of the consumer."""
 
-StreamItem = tuple[Pieces, ArrivedTensors | None]
+StreamItem = tuple[Pieces, ResultTensors | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ class Task:
         "handles",
         "id",
         "inputs",
+        "kept",
         "load",
         "logged",
         "name",
@@ -74,7 +75,6 @@ class Task:
         "retries",
         "sent",
         "standing",
-        "staying",
         "stream",
         "timeout",
         "timer",
@@ -108,8 +108,8 @@ class Task:
         """The executor that has the object whose method the task calls."""
         self.timeout: float | None = None
         self.retries = 0
-        self.staying: Staying | None = None
-        """Where the tensors of the result stay; None if they come to the client."""
+        self.kept: KeptResult | None = None
+        """Where the tensors of the result are kept; None if they come to the client."""
         self.trace: CallTrace | None = None
         """The call's spans; None if the program makes no traces."""
         self.debugged = NEVER
@@ -209,14 +209,14 @@ class Answer:
 class Value(Answer):
     """The value that the function returned, not yet decoded."""
 
-    __slots__ = ("_load", "_name", "_pieces", "_stayed")
+    __slots__ = ("_kept", "_load", "_name", "_pieces")
 
     def __init__(
-        self, pieces: Pieces, name: str, load: Load[Any], stayed: ArrivedTensors | None = None
+        self, pieces: Pieces, name: str, load: Load[Any], kept: ResultTensors | None = None
     ) -> None:
         """`name` is that of the function, and `load` that of the executor: errors tell both."""
         self._pieces, self._name, self._load = pieces, name, load
-        self._stayed = stayed
+        self._kept = kept
 
     @property
     def pieces(self) -> Pieces:
@@ -229,11 +229,11 @@ class Value(Answer):
         return f"{self._name} on {self._load.where}"
 
     def get(self) -> Any:
-        """Decode the value; once, if its tensors stay on a device."""
+        """Decode the value; once, if its tensors are kept on a device."""
         # Whoever still has the task must not keep tensors that the caller has dropped.
-        stayed, self._stayed = self._stayed, None
+        kept, self._kept = self._kept, None
         try:
-            return encoding.decode(*self._pieces, stayed)
+            return encoding.decode(*self._pieces, kept)
         except SkywardError:
             raise
         except Exception as problem:
@@ -241,8 +241,8 @@ class Value(Answer):
 
     def discard(self) -> None:
         """Free what the value holds on a device: the caller does not want the value any more."""
-        if self._stayed is not None:
-            self._stayed.discard()
+        if self._kept is not None:
+            self._kept.discard()
 
 
 def cannot_rebuild(place: str, problem: Exception) -> RemoteError:
@@ -300,9 +300,9 @@ class StreamItems:
         """How many items the consumer has not taken yet."""
         return self._queue.qsize()
 
-    def put(self, pieces: Pieces, stayed: ArrivedTensors | None) -> None:
-        """Add an item that has arrived, and the tensors of it that stay on a device."""
-        self._add((pieces, stayed))
+    def put(self, pieces: Pieces, kept: ResultTensors | None) -> None:
+        """Add an item that has arrived, and the tensors of it that are kept on a device."""
+        self._add((pieces, kept))
 
     def end(self, problem: Answer | None) -> None:
         """End the stream; `problem` is the exception that ended it, if any."""

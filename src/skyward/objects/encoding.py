@@ -17,7 +17,7 @@ from cloudpickle import cloudpickle as internals
 
 from skyward.errors import SerializationError
 from skyward.objects import exceptions, modules, tensors
-from skyward.objects.staying import Stayed, StayingBook, StayingShelf
+from skyward.objects.kept import KeptBook, KeptShelf, KeptTensors
 from skyward.objects.tensors import Openings, Shelf, StorageBook, StorageRef
 
 if TYPE_CHECKING:
@@ -80,14 +80,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         out: _PickleFile,
         own_modules: bool,
         names: dict[int, set[str]],
-        stays: StayingBook | None = None,
+        keep: KeptBook | None = None,
         *,
         refers: bool = False,
     ) -> None:
         self.buffers: list[memoryview] = []
         buffers = self.buffers
-        self.book: StorageBook | None = stays
-        self._stays = stays
+        self.book: StorageBook | None = keep
+        self._keep = keep
         self.handles: list[Any] = []
         self.openings = Openings() if refers else None
         self._own_modules = own_modules
@@ -119,12 +119,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # Said here, it spares cloudpickle a search for each.
             return obj.__reduce__()
         if kind.__name__ == "device" and tensors.is_device(obj):
-            if self._stays is not None:
-                return self._stays.reduce_device(obj)
+            if self._keep is not None:
+                return self._keep.reduce_device(obj)
             if obj.type == "sky":
                 return tensors.reduce_device(obj, self.openings)
-        if self._stays is not None and hasattr(obj, "param_groups"):
-            self._stays.note(obj)
+        if self._keep is not None and hasattr(obj, "param_groups"):
+            self._keep.note(obj)
         if getattr(kind, "__sky_handle__", False):
             self.handles.append(obj)
             return _handle, (obj.key,)
@@ -173,15 +173,14 @@ def encode(
     names: Mapping[int, set[str]] | None = None,
     what: str = "the value",
     refer: Refer | None = None,
-    stays: StayingBook | None = None,
+    keep: KeptBook | None = None,
 ) -> Encoded:
     """Encode any object; `own_modules` sends the user's modules by value.
 
     `Arguments` are encoded as their values. `refer` gets the storages on sky devices, if there are
     any. It returns how the receiver opens each of them, and the storage that is opened, which may
     be a copy; or None if their bytes have to be sent.
-    With `stays`, the storages are those of a result that stays on its node's device, or of a value
-    that is kept there.
+    With `keep`, some storages are kept on a device: those of a result, or of a value with a name.
     Raises a `SerializationError` that names the part that cannot be sent, and the path to it from
     `what`.
     """
@@ -195,12 +194,12 @@ def encode(
         return Encoded([pickle.dumps(value, 5)])
     wanted = {module: set(found) for module, found in names.items()} if names else {}
     refers = refer is not None
-    out, pickler = _dumped(value, whole, own_modules, wanted, what, stays, refers=refers)
+    out, pickler = _dumped(value, whole, own_modules, wanted, what, keep, refers=refers)
     referred: dict[bytes, torch.UntypedStorage] = {}
     if refer is not None and (openings := pickler.openings) is not None:
         opened = refer(openings.storages) if openings.storages else []
         if opened is None:
-            out, pickler = _dumped(value, whole, own_modules, wanted, what, stays)
+            out, pickler = _dumped(value, whole, own_modules, wanted, what, keep)
         else:
             referred = dict(opened)
             openings.fill(pickler.buffers, [description for description, _ in opened])
@@ -217,7 +216,7 @@ def _dumped(
     own_modules: bool,
     wanted: dict[int, set[str]],
     what: str,
-    stays: StayingBook | None = None,
+    keep: KeptBook | None = None,
     *,
     refers: bool = False,
 ) -> tuple[_PickleFile, _Pickler]:
@@ -225,7 +224,7 @@ def _dumped(
     try:
         while True:
             out = _PickleFile()
-            pickler = _Pickler(out, own_modules, wanted, stays, refers=refers)
+            pickler = _Pickler(out, own_modules, wanted, keep, refers=refers)
             pickler.dump(whole)
             if not pickler.cut_short:
                 return out, pickler
@@ -245,17 +244,17 @@ def decode(
     data: bytes | bytearray | memoryview,
     buffers: Sequence[memoryview] = (),
     storages: Sequence[tuple[int, int]] = (),
-    stayed: Stayed | None = None,
+    kept: KeptTensors | None = None,
 ) -> Any:
     """The object that was encoded; only ever called with bytes from authenticated peers.
 
-    `stayed` has the tensors of a result that stays on a device.
+    `kept` has the tensors of an object that is kept on a device.
     """
-    if not buffers and stayed is None:
+    if not buffers and kept is None:
         return pickle.loads(data)
     plain = len(buffers) - len(storages)
     received = list(buffers[plain:]), list(storages)
-    shelf = Shelf(*received) if stayed is None else StayingShelf(*received, stayed)
+    shelf = Shelf(*received) if kept is None else KeptShelf(*received, kept)
     outer = tensors.use_shelf(shelf)
     try:
         return pickle.loads(data, buffers=buffers[:plain])

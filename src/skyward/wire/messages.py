@@ -253,8 +253,8 @@ class Run(Message):
     handles: list[bytes]
     inputs: list[str]
     """Names of the argument streams, in the order the payload refers to them."""
-    stays: bool = False
-    """Whether the tensors of the result stay on the node's device."""
+    kept: bool = False
+    """Whether the tensors of the result are kept on the node's device."""
     trace: dict[str, str] = {}
     """The headers of the call's trace, as OpenTelemetry writes them; empty if there is none."""
     debugged: DebugMode = NEVER
@@ -506,12 +506,12 @@ class Members(Message):
 
 
 class Room(Message):
-    """Tensors of a task's result stay on the node's device: make memory for their storages."""
+    """Tensors of a task's result are kept on the node's device: make memory for their storages."""
 
     KIND = 41
     task: int
     spans: list[tuple[Size, Size]]
-    """For each storage, the first byte and the end of the part that stays."""
+    """For each storage, the first byte and the end of the part that is kept."""
 
 
 class Places(Message):

@@ -45,13 +45,13 @@ from skyward.worker import detached, hooks
 from skyward.worker.config import AgentConfig
 from skyward.worker.kept_calls import KeptCalls
 from skyward.worker.kept_jobs import KeptJobs
+from skyward.worker.kept_values import NamedValues
 from skyward.worker.lease import PoolLease
 from skyward.worker.notices import Notices
 from skyward.worker.pool_use import PoolUse
 from skyward.worker.services import ServedNode, Services
 from skyward.worker.services.clients import shown
 from skyward.worker.tenants import Tenant, Tenants
-from skyward.worker.values import NamedValues
 
 LOOK_SECONDS = 0.25
 
@@ -70,7 +70,7 @@ class Agent:
         self._entering = threading.Lock()
         self._entered: bytes | None = None
         """The plugins' hooks that were entered for the node."""
-        self._values = NamedValues(config.folder, self._tenants.residents)
+        self._values = NamedValues(config.folder, self._tenants.node_devices)
         self._notices = Notices(config.notice, self._tenants.tell)
         calls = Path(config.folder, "calls")
         changes = self._tenants.log.changes

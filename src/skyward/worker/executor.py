@@ -336,7 +336,7 @@ class Executor:
         if run.inputs:
             channel, streams = self._client.channel, range(len(run.inputs))
             job.inputs = [InputStream(run.task, each, channel, self._hurry) for each in streams]
-        if run.stays:
+        if run.kept:
             job.places = queue.SimpleQueue()
         if run.apart:
             if isinstance(self._capture, ProcessCapture):

@@ -524,7 +524,7 @@ def _check(pending: Any) -> None:
             f"{pending.name}(...) >> sky in a task: an object lives with the client that made it; "
             "make it on the client, and pass it to the task"
         )
-    if checked(pending).function.stays is not None:
+    if checked(pending).function.kept_on is not None:
         raise ConfigurationError(
             f"{pending.function.name} is to leave its result on a device, which only the client "
             "can take; call the plain function in a task"

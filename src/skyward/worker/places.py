@@ -79,9 +79,9 @@ class ReadyTask:
     woken: bool = False
     """Whether that wait must end with an interrupt."""
     opened: list[tuple[torch.UntypedStorage, bytes]] = field(default_factory=list)
-    """The device's storages among the arguments, if the result stays: it may have them, too."""
+    """The device's storages among the arguments, if the result is kept: it may have them, too."""
     places: queue.SimpleQueue[Places | None] | None = None
-    """If the result stays: the client's answer to `Room`, or None if the task was cancelled."""
+    """If the result is kept: the client's answer to `Room`, or None if the task was cancelled."""
     caller: ObjectCaller | None = None
     """The process that has called an object, and gets the answer; None if that is the client."""
 

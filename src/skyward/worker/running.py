@@ -10,8 +10,10 @@ from typing import Any
 
 from skyward import context, instances
 from skyward.objects import encoding, references, tensors
-from skyward.wire.messages import POST_MORTEM, Credit, End, Item, Message, Missing, Result
-from skyward.worker import failures, staying, tracing
+from skyward.objects.encoding import Encoded
+from skyward.objects.kept import ResultBook
+from skyward.wire.messages import POST_MORTEM, Credit, End, Item, Message, Missing, Result, Room
+from skyward.worker import failures, tracing
 from skyward.worker.client import ClientConnection
 from skyward.worker.debugging import Debuggers
 from skyward.worker.definitions import Definitions
@@ -67,9 +69,10 @@ class TaskRunner:
                     outcome = End(job.run.task, -1, None), None
                 else:
                     what = f"the result of {job.run.name}"
-                    stays = job.run.stays
                     sendable = (
-                        self._pack(job, client, value, what) if stays else client.pack(value, what)
+                        self._pack(job, client, value, what)
+                        if job.run.kept
+                        else client.pack(value, what)
                     )
                     outcome = Result(job.run.task, ran, sendable[0]), sendable
             except Leave:
@@ -102,7 +105,7 @@ class TaskRunner:
             self._interrupts.calling.pop(job.thread, None)
             return None, False
         function = definitions.resolve(job.run.code) if job.caller is None else instances.called
-        if not job.run.stays:
+        if not job.run.kept:
             args, kwargs = encoding.decode(*job.pieces)
         else:
             tensors.watch_opened(job.opened)
@@ -137,10 +140,34 @@ class TaskRunner:
     def _pack(
         self, job: ReadyTask, client: ClientConnection | ObjectCaller, value: Any, what: str
     ) -> Sendable:
-        if not job.run.stays:
+        if not job.run.kept:
             return client.pack(value, what)
-        send = client.send
-        return client.lay_out(staying.encode(job, value, what, send, self._hurry))
+        return client.lay_out(self._encode_kept(job, client, value, what))
+
+    def _encode_kept(
+        self, job: ReadyTask, client: ClientConnection | ObjectCaller, value: Any, what: str
+    ) -> Encoded:
+        """Encode a result and leave its tensors on the device; if that cannot be, send the bytes.
+
+        The client makes memory for them there, and this process copies them.
+        """
+        book = ResultBook(job.opened)
+        encoded = encoding.encode(value, what=what, keep=book)
+        if not any(last for _, last in book.spans):
+            return encoded
+        client.send(Room(job.run.task, book.spans))
+        self._hurry()
+        assert job.places is not None
+        room = job.places.get()
+        if room is None:
+            raise Interrupted
+        if room.pieces:
+            try:
+                book.fill(room.pieces, room.places)
+                return encoded
+            except references.CannotOpenError:
+                pass
+        return encoding.encode(value, what=what, keep=ResultBook(job.opened, by_value=True))
 
     def _stream(
         self, job: ReadyTask, client: ClientConnection | ObjectCaller, generator: Any

@@ -20,9 +20,8 @@ from skyward.errors import ProtocolError
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Members, Message
 from skyward.worker.config import AgentConfig
-from skyward.worker.devices import DeviceProcesses
+from skyward.worker.devices import DeviceProcesses, NodeDevices
 from skyward.worker.node_log import NodeLog, Visits
-from skyward.worker.residents import Residents
 from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
 
 CHOSEN_SECONDS = 30.0
@@ -48,7 +47,7 @@ class Tenant:
         config: AgentConfig,
         starts: Starts,
         log: NodeLog,
-        residents: Residents,
+        node_devices: NodeDevices,
     ) -> None:
         self.name = name
         self.identity: dict[str, str] = {}
@@ -68,7 +67,7 @@ class Tenant:
             log.add(executor, self.visits)
 
         self.executors = ExecutorProcesses(config, self.tell, starts, ended, log.changes)
-        self.devices = DeviceProcesses(config, self.tell, starts, residents)
+        self.devices = DeviceProcesses(config, self.tell, starts, node_devices)
         self._starts = starts
         self._lock = threading.Lock()
         self._channel: Channel | None = None
@@ -168,7 +167,7 @@ class Tenants:
     def __init__(self, config: AgentConfig, starts: Starts) -> None:
         self._config, self._starts = config, starts
         self.log = NodeLog()
-        self.residents = Residents()
+        self.node_devices = NodeDevices()
         """The device processes of all tenants, and those that stay for the values they hold."""
         self._lock = threading.RLock()
         self._began = time.monotonic()
@@ -188,7 +187,7 @@ class Tenants:
         """The nodes that came to the pool since this one began, and those that left, as None."""
 
     def _new(self, name: str) -> Tenant:
-        return Tenant(name, self._config, self._starts, self.log, self.residents)
+        return Tenant(name, self._config, self._starts, self.log, self.node_devices)
 
     @property
     def keeps(self) -> bool:
@@ -382,7 +381,7 @@ class Tenants:
             thread.start()
         for thread in [*threads, *self._closing]:
             thread.join()
-        self.residents.close()
+        self.node_devices.close()
         self.log.close()
 
     def tell(self, message: Message, *, but: Tenant | None = None) -> None:

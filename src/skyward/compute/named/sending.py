@@ -60,7 +60,7 @@ def _check(pending: Pending[Any], name: str) -> None:
             f"submit({function.name}, name={name!r}): the object of this method lives with its "
             "client; make the object inside a function, and name the call of that function"
         )
-    if function.stays is not None:
+    if function.kept_on is not None:
         raise ConfigurationError(
             f"submit({function.name}, name={name!r}): the tensors of sky.remote are those of their "
             "client; name the plain function, whose result is kept, and move it to a device later"

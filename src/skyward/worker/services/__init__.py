@@ -39,16 +39,16 @@ from skyward.wire.identity import PEER
 from skyward.wire.messages import Question, Reply, Size
 from skyward.worker.changes import ChangeListener
 from skyward.worker.config import AgentConfig
+from skyward.worker.devices import DeviceChild
 from skyward.worker.kept_calls import KeptCalls
 from skyward.worker.kept_jobs import KeptJobs
+from skyward.worker.kept_values import NamedValues
 from skyward.worker.lease import PoolLease
 from skyward.worker.process import ChildProcess
-from skyward.worker.residents import DeviceChild
 from skyward.worker.stacks import StackSource, described
 from skyward.worker.supervision import ExecutorProcess
 from skyward.worker.task_output import FOLDER, TaskOutputReader
 from skyward.worker.tenants import Tenants
-from skyward.worker.values import NamedValues
 
 SERVICE = "service-"
 LOOK_SECONDS = 0.1
@@ -94,7 +94,7 @@ class ServedNode:
     @property
     def devices(self) -> list[DeviceChild]:
         """The device processes, as they are now, also those without a client."""
-        return self.tenants.residents.all()
+        return self.tenants.node_devices.all()
 
     def own(self, kind: type[Own]) -> Own:
         """What a service keeps on this node: made when it is first needed, closed with the node."""

@@ -1,4 +1,4 @@
-"""Values by name: objects that an agent keeps in the memory of its node, whoever made them.
+"""Kept values: objects that an agent keeps by name in the memory of its node, whoever made them.
 
 The agent makes a file in memory for a value, an executor fills it, and any executor of the node
 reads it later. The agent itself never decodes a value. The tensors of a device stay where they are,
@@ -17,15 +17,10 @@ from pathlib import Path
 from pickle import PickleBuffer
 from typing import Any
 
-import msgspec
-
 from skyward import kernel
 from skyward.errors import PoolError
-from skyward.objects import encoding, references
-from skyward.worker.residents import DeviceChild, Residents
-
-_LENGTH = 8
-_ALIGNMENT = 64
+from skyward.objects import encoding, references, stored
+from skyward.worker.devices import DeviceChild, NodeDevices
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +63,8 @@ class ValueFile:
 class NamedValues:
     """The values of one node; the agent has them."""
 
-    def __init__(self, folder: str, residents: Residents) -> None:
-        self._folder, self._residents = Path(folder), residents
+    def __init__(self, folder: str, devices: NodeDevices) -> None:
+        self._folder, self._devices = Path(folder), devices
         self._numbers = itertools.count(1)
         self._begun: dict[int, ValueFile] = {}
         self._named: dict[str, ValueFile] = {}
@@ -101,7 +96,7 @@ class NamedValues:
         value.size, value.kind = os.fstat(value.descriptor).st_size, kind
         if pid:
             try:
-                process = self._residents.hold(pid, numbers)
+                process = self._devices.hold(pid, numbers)
             except PoolError:
                 self._discard(value)
                 raise
@@ -138,7 +133,7 @@ class NamedValues:
     def want(self, value: ValueFile) -> None:
         """Note that a client is about to use a value: its device should be that of the value."""
         if value.tensors is not None:
-            self._residents.want(value.tensors.process)
+            self._devices.want(value.tensors.process)
 
     def all(self) -> dict[str, ValueFile]:
         """The values by name."""
@@ -166,7 +161,7 @@ class NamedValues:
         if not value.path.startswith("/proc/"):
             Path(value.path).unlink(missing_ok=True)
         if value.tensors is not None:
-            self._residents.drop(value.tensors.process, value.tensors.numbers)
+            self._devices.drop(value.tensors.process, value.tensors.numbers)
 
 
 Storages = list[tuple[int, int]]
@@ -193,15 +188,8 @@ def fill(path: str, value: Any) -> None:
 
 def store(path: str, value: EncodedValue) -> None:
     """Write a value that is encoded already."""
-    lengths = [len(each) for each in value.buffers]
-    head = msgspec.msgpack.encode((len(value.pickle), lengths, value.storages, value.residents))
     with open(path, "r+b") as file:
-        file.write(len(head).to_bytes(_LENGTH, "little") + head)
-        file.write(value.pickle)
-        for buffer in value.buffers:
-            file.seek(_aligned(file.tell()))
-            file.write(buffer)
-        file.truncate(_aligned(file.tell()))
+        stored.append(file, [value.pickle], value.buffers, value.storages, value.residents)
 
 
 def load(path: str, size: int) -> EncodedValue:
@@ -212,18 +200,8 @@ def load(path: str, size: int) -> EncodedValue:
                 file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
         )
-    at = _LENGTH + int.from_bytes(block[:_LENGTH], "little")
-    length, lengths, storages, residents = msgspec.msgpack.decode(
-        block[_LENGTH:at], type=tuple[int, list[int], Storages, list[Resident]]
-    )
-    pickle = block[at : at + length]
-    at += length
-    buffers = []
-    for each in lengths:
-        at = _aligned(at)
-        buffers.append(block[at : at + each])
-        at += each
-    return EncodedValue(pickle, buffers, storages, residents)
+    residents, (pickle, buffers, storages) = next(stored.objects(block))
+    return EncodedValue(pickle, buffers, storages, [tuple(each) for each in residents])
 
 
 def read(path: str, size: int) -> Any:
@@ -245,7 +223,3 @@ def opened(descriptions: list[bytes]) -> list[Any]:
         return [references.flat(each) for each in descriptions]
     except references.CannotOpenError as problem:
         raise PoolError(f"the memory of a kept tensor cannot be opened: {problem}") from problem
-
-
-def _aligned(at: int) -> int:
-    return -(-at // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""Staying: the client makes memory on a node's device for the tensors of a task's result."""
+"""Kept results: the client makes memory on a node's device for the tensors of a task's result."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyward.calls.freeing import free
 from skyward.errors import ConfigurationError, SerializationError
+from skyward.objects.kept import KeptTensors, Place, Span
 from skyward.objects.memory import rounded_up
-from skyward.objects.staying import Place, Span, Stayed
 from skyward.wire.messages import Places
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _SMALL = 64 << 10
 another process opens costs a descriptor and whole pages."""
 
 
-class Staying:
+class KeptResult:
     """The memory for the results of one task."""
 
     def __init__(
@@ -46,11 +46,11 @@ class Staying:
         self._room = room
         return Places(task, *((descriptions, room.places) if all(descriptions) else ([], [])))
 
-    def arrived(self, node: int, worker: int) -> ArrivedTensors:
+    def arrived(self, node: int, worker: int) -> ResultTensors:
         """The tensors of a result that has arrived; the next result of a stream gets others."""
         room, self._room = self._room, None
         device = functools.partial(self._device_of, node, worker)
-        return ArrivedTensors(device, room, self._given)
+        return ResultTensors(device, room, self._given)
 
     def discard(self) -> None:
         """Free the memory: nobody will take the result."""
@@ -92,7 +92,7 @@ class _Room:
         return self.pieces[piece][start : start + last - first].clone().untyped_storage(), first
 
 
-class ArrivedTensors(Stayed):
+class ResultTensors(KeptTensors):
     """The tensors of one result, until the result is decoded."""
 
     def __init__(
@@ -109,7 +109,7 @@ class ArrivedTensors(Stayed):
         return self._device() if self._room is None else self._room.device
 
     def storage(self, index: int) -> tuple[torch.UntypedStorage, int]:
-        """A storage that stayed, and the first byte of the original that it holds."""
+        """A kept storage, and the first byte of the original that it holds."""
         assert self._room is not None
         return self._room.storage(index)
 
@@ -131,7 +131,7 @@ class ArrivedTensors(Stayed):
 def node_of_result(
     name: str, device: Any, on: int | None, holder: Callable[[int], tuple[int, int | None] | None]
 ) -> int | None:
-    """The node that a call must run on for its result to stay where it should."""
+    """The node that a call must run on for its result to be kept where it should."""
     if isinstance(device, str):
         return on
     found = holder(device.index)

@@ -1,4 +1,4 @@
-"""Values by name: what a client leaves on a pool that stays, for itself or the next client."""
+"""Kept values: what a client leaves on a kept pool by name, for itself or the next client."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from skyward.errors import ConfigurationError, NodeLostError, PoolError, StateLo
 from skyward.functions import Function, Pending, remote
 from skyward.nodes.fleet import Fleet
 from skyward.objects import encoding
-from skyward.objects.staying import ResidentBook, ResidentTensors
+from skyward.objects.kept import ValueBook, ValueTensors
 from skyward.wire.asking import ServiceConnection
-from skyward.worker import values
-from skyward.worker.values import EncodedValue
+from skyward.worker import kept_values
+from skyward.worker.kept_values import EncodedValue
 
 if TYPE_CHECKING:
     import torch
 
-_fill = Function(values.fill, name="keep")
-_store = Function(values.store, name="keep")
-_read = Function(values.read, name="kept")
-_loaded = Function(values.loaded, name="kept")
-_opened = Function(values.opened, name="kept")
+_fill = Function(kept_values.fill, name="keep")
+_store = Function(kept_values.store, name="keep")
+_read = Function(kept_values.read, name="kept")
+_loaded = Function(kept_values.loaded, name="kept")
+_opened = Function(kept_values.opened, name="kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +241,12 @@ def _encode(value: object, index: int) -> _ResidentValue | None:
     """
     from skyward.device.core import core
 
-    book = ResidentBook()
-    encoded = encoding.encode(value, own_modules=True, what="the value to keep", stays=book)
+    book = ValueBook()
+    encoded = encoding.encode(value, own_modules=True, what="the value to keep", keep=book)
     if encoded.handles:
         # Only an executor has the data of `sky.put`.
         return None
-    storages = [ref.storage for ref in book.staying]
+    storages = [ref.storage for ref in book.kept]
     filled = [storage for storage in storages if storage.nbytes()]
     found = core().residents(index, [storage.data_ptr() for storage in filled]) if filled else []
     numbers = [number for number, _ in found]
@@ -288,7 +288,7 @@ def _decode(
 
     device = torch.device("sky", index)
     empty = torch.empty(0, dtype=torch.uint8, device=device)
-    tensors = ResidentTensors(
+    tensors = ValueTensors(
         device, [empty.new_empty(0).untyped_storage() if s is None else s for s in storages]
     )
     buffers = [memoryview(each) for each in encoded.buffers]

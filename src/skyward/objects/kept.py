@@ -1,7 +1,8 @@
-"""Results that stay: a function's tensors become tensors of its node's device.
+"""Kept objects: the tensors of a result, or of a value with a name, are those of a node's device.
 
-The pickle of such a result names storages by their numbers. Their bytes go from the process that
-ran the function to memory of the device's process, which the client has made for them.
+The pickle of such an object names storages by their numbers. Those of a result go from the process
+that ran the function to memory of the device's process, which the client has made for them; those
+of a value are there already, and the device's process holds them.
 """
 
 from __future__ import annotations
@@ -18,16 +19,41 @@ if TYPE_CHECKING:
     import torch
 
 Span = tuple[int, int]
-"""The first byte of a storage that stays, and the end of the part that stays."""
+"""The first byte of a storage that is kept, and the end of the part that is."""
 Place = tuple[int, int]
 """Where a storage's bytes go: the number of a piece of memory, and an offset in the piece."""
 
 
-# In the process that ran the function.
+class KeptBook(StorageBook):
+    """The storages of an object, some of which are kept on a device; the others travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[KeptRef] = []
+
+    def keep(self, storage: torch.UntypedStorage) -> StorageRef:
+        """A reference to a storage that is kept."""
+        self.kept.append(KeptRef(len(self.kept), storage))
+        return self.kept[-1]
+
+    def send(self, kind: type[StorageRef], storage: torch.UntypedStorage) -> StorageRef:
+        """A reference to a storage that travels with the pickle."""
+        self.refs.append(kind(len(self.refs), storage))
+        return self.refs[-1]
+
+    def note(self, value: object) -> None:
+        """Look at an object that is encoded, before its tensors are."""
+
+    def reduce_device(self, device: torch.device) -> Any:
+        """How a device is rebuilt; `NotImplemented` if as itself."""
+        raise NotImplementedError
 
 
-class StayingBook(StorageBook):
-    """The storages of a result that stays; `by_value` sends their bytes with the pickle instead."""
+class ResultBook(KeptBook):
+    """The storages of a function's result, in the process that ran the function.
+
+    `by_value` sends their bytes with the pickle instead.
+    """
 
     def __init__(
         self, opened: Sequence[tuple[torch.UntypedStorage, bytes]], *, by_value: bool = False
@@ -37,22 +63,15 @@ class StayingBook(StorageBook):
         self._opened = {storage._cdata: description for storage, description in opened}
         self._by_value = by_value
         self._on_host: set[int] = set()
-        self.staying: list[StayingRef] = []
 
     def new_reference(self, storage: torch.UntypedStorage) -> StorageRef:
         """The reference to a storage that the result has not named before."""
         description = self._opened.get(storage._cdata)
         if description is not None:
             return ReturnedRef(description, storage)
-        on_host = storage._cdata in self._on_host
-        if self._by_value or on_host:
-            kind = HostRef if on_host else StorageRef
-            ref = kind(len(self.refs), storage)
-            self.refs.append(ref)
-            return ref
-        staying = StayingRef(len(self.staying), storage)
-        self.staying.append(staying)
-        return staying
+        if storage._cdata in self._on_host:
+            return self.send(HostRef, storage)
+        return self.send(StorageRef, storage) if self._by_value else self.keep(storage)
 
     def note(self, value: object) -> None:
         """Note which tensors of an optimiser belong to the host: its counts of steps.
@@ -71,26 +90,24 @@ class StayingBook(StorageBook):
                     self._on_host.add(part.untyped_storage()._cdata)
 
     def reduce_device(self, device: torch.device) -> Any:
-        """How a device in a result is rebuilt: as the device that the result's tensors stay on."""
+        """How a device in a result is rebuilt: as the device that has the result's tensors."""
         return NotImplemented if device.type == "meta" else (_device, ())
 
     @property
     def spans(self) -> list[Span]:
-        """The part of each staying storage that the result's tensors cover."""
-        return [(ref.first, ref.last) if ref.last else (0, 0) for ref in self.staying]
+        """The part of each kept storage that the result's tensors cover."""
+        return [(ref.first, ref.last) if ref.last else (0, 0) for ref in self.kept]
 
     def fill(self, pieces: list[bytes], places: list[Place]) -> None:
-        """Copy every staying storage to its place; `CannotOpenError` if this process cannot."""
+        """Copy every kept storage to its place; `CannotOpenError` if this process cannot."""
         import torch
 
         opened = [references.flat(description) for description in pieces]
-        for device in {ref.storage.device for ref in self.staying}:
+        for device in {ref.storage.device for ref in self.kept}:
             if device.type == "cuda":
                 # The function may have written on a stream of its own.
                 torch.cuda.synchronize(device)
-        for ref, (first, last), (piece, start) in zip(
-            self.staying, self.spans, places, strict=True
-        ):
+        for ref, (first, last), (piece, start) in zip(self.kept, self.spans, places, strict=True):
             if last > first:
                 source = torch.empty(0, dtype=torch.uint8, device=ref.storage.device)
                 part = source.set_(ref.storage)[first:last]
@@ -99,11 +116,11 @@ class StayingBook(StorageBook):
         references.settle()
 
 
-class StayingRef(StorageRef):
-    """A storage that stays."""
+class KeptRef(StorageRef):
+    """A storage that is kept."""
 
     def __reduce__(self) -> Reduced:
-        return _stayed, (self.index,)
+        return _kept, (self.index,)
 
 
 class ReturnedRef(StorageRef):
@@ -124,50 +141,38 @@ class HostRef(StorageRef):
         return _on_host, (self.index,)
 
 
-# In the client.
-
-
-class ResidentBook(StayingBook):
-    """The storages of a value that is kept: those of a sky device stay there, others travel."""
-
-    def __init__(self) -> None:
-        super().__init__(())
+class ValueBook(KeptBook):
+    """The storages of a value that is kept by name: those of a sky device, in the client."""
 
     def new_reference(self, storage: torch.UntypedStorage) -> StorageRef:
         """The reference to a storage that the value has not named before."""
         if storage.device.type == "sky":
-            staying = StayingRef(len(self.staying), storage)
-            self.staying.append(staying)
-            return staying
-        ref = HostRef(len(self.refs), storage)
-        self.refs.append(ref)
-        return ref
-
-    def note(self, value: object) -> None:
-        """Do nothing: tensors of the host stay tensors of the host."""
+            return self.keep(storage)
+        # Tensors of the host stay tensors of the host.
+        return self.send(HostRef, storage)
 
     def reduce_device(self, device: torch.device) -> Any:
         """How a device in the value is rebuilt: a sky device as the one that the tensors are on."""
         return (_device, ()) if device.type == "sky" else NotImplemented
 
 
-class Stayed(Protocol):
-    """The tensors of one result, as the client finds them on the device."""
+class KeptTensors(Protocol):
+    """The tensors of one kept object, as the client finds them on the device."""
 
     @property
     def device(self) -> torch.device:
         """The device that the tensors are on."""
 
     def storage(self, index: int) -> tuple[torch.UntypedStorage, int]:
-        """A storage that stayed, and the first byte of the original that it holds."""
+        """A kept storage, and the first byte of the original that it holds."""
 
     def argument(self, description: bytes) -> torch.UntypedStorage:
         """The client's own storage, which the function was given and has returned."""
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentTensors:
-    """The tensors of a value that was kept."""
+class ValueTensors:
+    """The tensors of a value that was kept by name."""
 
     device: torch.device
     storages: Sequence[torch.UntypedStorage]
@@ -181,14 +186,14 @@ class ResidentTensors:
         raise SerializationError("a kept value refers to a tensor that a function was given")
 
 
-class StayingShelf(Shelf):
-    """The storages of a result that stays: by value they come to the host, and go back."""
+class KeptShelf(Shelf):
+    """The storages of a kept object: by value they come to the host, and go back."""
 
     def __init__(
-        self, buffers: list[memoryview], places: list[tuple[int, int]], stayed: Stayed
+        self, buffers: list[memoryview], places: list[tuple[int, int]], kept: KeptTensors
     ) -> None:
         super().__init__(buffers, places)
-        self.stayed = stayed
+        self.kept = kept
 
     def storage(self, index: int, device: str) -> tuple[torch.UntypedStorage, int]:
         """The storage on the device."""
@@ -196,26 +201,26 @@ class StayingShelf(Shelf):
 
         host, first = super().storage(index, "")
         flat = torch.empty(0, dtype=torch.uint8).set_(host)
-        return flat.to(self.stayed.device).untyped_storage(), first
+        return flat.to(self.kept.device).untyped_storage(), first
 
     def on_host(self, index: int) -> tuple[torch.UntypedStorage, int]:
         """A storage that belongs to the host."""
         return super().storage(index, "")
 
 
-def _shelf() -> StayingShelf:
+def _shelf() -> KeptShelf:
     shelf = tensors.shelf()
-    if not isinstance(shelf, StayingShelf):
-        raise SerializationError("a result that stays was loaded outside of its own payload")
+    if not isinstance(shelf, KeptShelf):
+        raise SerializationError("a kept object was loaded outside of its own payload")
     return shelf
 
 
-def _stayed(index: int) -> tuple[torch.UntypedStorage, int]:
-    return _shelf().stayed.storage(index)
+def _kept(index: int) -> tuple[torch.UntypedStorage, int]:
+    return _shelf().kept.storage(index)
 
 
 def _returned(description: bytes) -> tuple[torch.UntypedStorage, int]:
-    return _shelf().stayed.argument(description), 0
+    return _shelf().kept.argument(description), 0
 
 
 def _on_host(index: int) -> tuple[torch.UntypedStorage, int]:
@@ -223,4 +228,4 @@ def _on_host(index: int) -> tuple[torch.UntypedStorage, int]:
 
 
 def _device() -> torch.device:
-    return _shelf().stayed.device
+    return _shelf().kept.device

@@ -11,7 +11,7 @@ import threading
 
 import msgspec
 
-from skyward.worker.residents import DeviceLine
+from skyward.worker.devices import DeviceLine
 
 LONG = list(range(100_000))
 """Storages whose numbers do not fit into a socket's memory at once."""
