@@ -221,7 +221,6 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted({p.stem for p in EXAMPLES.glob("*.py")} - ELSEWHERE))
 def test_example_runs_and_shows_what_it_promises(name: str) -> None:
     """Slow: starts a pool in a new process; those that train a model take some seconds more."""

@@ -68,7 +68,6 @@ def _pass(files: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_client_works_without_linux() -> None:
     """Runs some other tests again, in a process of its own."""
     _pass(FEW)

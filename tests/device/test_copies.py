@@ -371,7 +371,6 @@ def test_a_write_to_the_target_before_and_after(
     assert y[10:].min().item() == y[10:].max().item() == 3
 
 
-@pytest.mark.timeout(60)
 def test_copies_in_a_circle_wait_for_nothing_but_what_they_need(
     three: list[torch.device],
 ) -> None:
@@ -386,7 +385,6 @@ def test_copies_in_a_circle_wait_for_nothing_but_what_they_need(
     assert back[1].mean().item() == 0
 
 
-@pytest.mark.timeout(60)
 def test_threads_copy_in_all_directions_at_once(three: list[torch.device]) -> None:
     problems: list[BaseException] = []
 
@@ -536,7 +534,6 @@ def test_a_copy_that_failed_at_the_node_that_passes_it_on_comes_from_the_source_
         torch.sky.synchronize(second)
 
 
-@pytest.mark.timeout(60)
 def test_a_lost_device_fails_what_was_to_come_from_it() -> None:
     options = sky.Options(console=False)
     with sky.Compute(nodes=2, options=options) as compute:
@@ -584,7 +581,6 @@ def test_long_tensors_change_places_over_a_network(over_network: list[torch.devi
 
 
 @only_in_all
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "lost",
     # The end that did not dial waits 20 s for the other one to come back.
@@ -718,7 +714,6 @@ def test_a_graph_that_uses_its_memory_again_waits_until_its_result_has_left(
 
 
 @other_case
-@pytest.mark.timeout(60)
 def test_a_link_that_was_lost_is_made_again_at_the_next_copy(
     proxied: tuple[list[torch.device], Proxy], eventually
 ) -> None:

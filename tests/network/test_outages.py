@@ -391,7 +391,6 @@ def test_a_dead_executor_is_reported_as_ever(
 
 @only_in_all
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_network_that_is_away_during_everything_costs_only_time(
     far_pool: Any, tmp_path: Path, nothing_left: None
 ) -> None:

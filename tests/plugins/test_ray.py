@@ -109,14 +109,12 @@ def left() -> list[str]:
 
 
 @only_in_all
-@pytest.mark.timeout(300)
 def test_tasks_of_ray_run_on_all_nodes_and_nothing_is_left(tmp_path: Path) -> None:
     assert run(TASKS, tmp_path) == {"nodes": 2, "alive": 2, "cpus": 4}
     assert left() == []
 
 
 @only_in_all
-@pytest.mark.timeout(400)
 def test_ray_train_and_tune_run_on_the_pool(tmp_path: Path) -> None:
     skip_if_absent()
     has = subprocess.run([str(PYTHON), "-c", "import ray.train, ray.tune"], capture_output=True)

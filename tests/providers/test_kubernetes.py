@@ -210,7 +210,6 @@ def _runs(pod: Any) -> bool:
 
 
 @only_in_all
-@pytest.mark.timeout(300)
 def test_a_lost_machine_of_the_cluster_costs_a_pod(
     namespace: kube.Namespace, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:

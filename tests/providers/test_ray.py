@@ -309,7 +309,6 @@ def _keeper(label: str) -> int:
 
 
 @only_in_all
-@pytest.mark.timeout(300)
 def test_a_lost_node_of_the_cluster_costs_a_machine(emptied: RayCluster) -> None:
     """Ray puts the bundle elsewhere."""
     provider = emptied.provider(spread="STRICT_SPREAD")
@@ -424,7 +423,6 @@ def test_ctrl_c_leaves_nothing(emptied: RayCluster, state: Journal, phase: str) 
 
 
 @only_in_all
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("address", ["dashboard", "auto"])
 def test_without_its_client_a_pool_ends_itself(
     emptied: RayCluster, state: Journal, address: str
