@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -113,19 +114,21 @@ class Instances:
         self._ended |= taken
 
     def _terminate(self, ids: list[str]) -> None:
-        while True:
+        for attempt in itertools.count():
             try:
                 self.account.call("ec2", "terminate_instances", InstanceIds=ids)
                 return
             except RequestError as problem:
-                if problem.code != "InvalidInstanceID.NotFound":
+                # One that ends itself at this moment may have lost a part of it already.
+                loses = problem.code == "InvalidNetworkInterfaceID.NotFound" and attempt < 10
+                if problem.code != "InvalidInstanceID.NotFound" and not loses:
                     raise
             if len(ids) > 1:
                 # One of them is forgotten already; it must not keep the others.
                 for each in ids:
                     self._terminate([each])
                 return
-            if not self._is_new(ids[0]):
+            if not loses and not self._is_new(ids[0]):
                 return
             time.sleep(PAUSES[0])
 
