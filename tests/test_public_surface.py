@@ -3,8 +3,10 @@
 import builtins
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -86,6 +88,7 @@ PUBLIC = [
     "BroadcastError",
 ]
 
+ROOMS = ("src", "tests", "docs", "examples", "bench", "tools")
 ERRORS = [name for name in vars(errors) if name.endswith("Error")]
 
 
@@ -135,6 +138,19 @@ def test_a_name_that_has_left_the_top_can_be_imported() -> None:
     with pytest.warns(DeprecationWarning, match="sky.errors.PoolError"):
         from skyward import PoolError
     assert PoolError is errors.PoolError
+
+
+def test_nothing_of_ours_uses_a_name_that_has_left_the_top() -> None:
+    left = "|".join([*sorted(set(ERRORS) - set(PUBLIC)), *sky._MOVED])
+    old = re.compile(rf"\bsky\.(?:{left})\b")
+    root = Path(__file__).parents[1]
+    written = [each for room in ROOMS for each in (root / room).rglob("*.*")]
+    found = {
+        str(each.relative_to(root)): names
+        for each in [*written, root / "README.md"]
+        if each.suffix in (".py", ".md", ".ipynb") and (names := old.findall(each.read_text()))
+    }
+    assert not found
 
 
 def test_no_module_hides_one_of_python() -> None:

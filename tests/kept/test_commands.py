@@ -262,7 +262,7 @@ def test_a_pool_is_stopped_and_started_again(bench: str, script: Script) -> None
     assert killed.returncode == -9
     assert documents("ps")[0]["state"] == "stopping"
     assert f"`sky stop {bench}` goes on with it" in run("start", bench, code=1).stderr
-    with pytest.raises(sky.PoolError, match="was not stopped as a whole"):
+    with pytest.raises(sky.errors.PoolError, match="was not stopped as a whole"):
         sky.attach(bench)
     run("stop", bench)
     with pytest.raises(sky.errors.PoolError, match="is stopped; `sky start bench`"):

@@ -10,7 +10,7 @@ import click
 import psutil
 
 import skyward as sky
-from skyward.cli import names, reach
+from skyward.cli import health, names
 from skyward.nodes import keeping
 
 from ..conftest import PATIENCE
@@ -23,19 +23,19 @@ def test_a_pool_that_stays_is_asked_and_completed(home: Path) -> None:
     agent = keeping.read("asked").nodes[0].pid
     context, argument = click.Context(click.Command("down")), click.Argument(["name"])
 
-    (found,) = reach.kept("asked")
+    (found,) = health.kept("asked")
     assert (found.check, found.state) == ("kept asked", "ok")
     assert found.found == "stays, and answers: 1 node"
     assert names.kept_pools(context, argument, "as") == ["asked"]
     assert "asked" in names.recorded_pools(context, argument, "")
 
-    (found,) = reach.recorded()
+    (found,) = health.recorded()
     assert found.state == "ok", "a pool that stays is not left behind"
 
     process = psutil.Process(agent)
     os.kill(agent, signal.SIGKILL)
     process.wait(PATIENCE)
-    (found,) = reach.kept("asked")
+    (found,) = health.kept("asked")
     assert found.state == "problem"
     assert "`sky down asked` removes it" in found.advice
     assert "asked" in keeping.names(), "whoever only looks removes nothing"

@@ -1,1 +1,1 @@
-"""The command line, `sky`: a module for each command, imported when it is used."""
+"""The command line, `sky`: each command is imported when it is used."""

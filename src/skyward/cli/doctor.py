@@ -69,28 +69,27 @@ def _tell(found: Sequence[Finding]) -> None:
 
 def _checks(named: Sequence[str]) -> dict[str, tuple[Check, float]]:
     """What is to be checked, by name, and for how long at most."""
-    from skyward.cli import reach
-    from skyward.cli.health import machine_checks
+    from skyward.cli import health
     from skyward.nodes import keeping
     from skyward.providers import provider_names
 
-    machine = {name: (check, _ALL_SECONDS) for name, check in machine_checks().items()}
+    machine = {name: (check, _ALL_SECONDS) for name, check in health.machine_checks().items()}
     if named:
         checks = {name: each for name, each in machine.items() if name in named}
     else:
         checks = machine
-        checks["pools"] = (reach.recorded, _PROVIDER_SECONDS)
+        checks["pools"] = (health.recorded, _PROVIDER_SECONDS)
         checks |= {
-            f"kept {name}": (partial(reach.kept, name), _PROVIDER_SECONDS)
+            f"kept {name}": (partial(health.kept, name), _PROVIDER_SECONDS)
             for name in keeping.names()
         }
         checks |= {
-            f"pool {name}": (partial(reach.described, name), _PROVIDER_SECONDS)
-            for name in reach.described_pools()
+            f"pool {name}": (partial(health.described, name), _PROVIDER_SECONDS)
+            for name in health.described_pools()
         }
     for name in named or provider_names():
         if name != "local":
-            checks[name] = (partial(reach.provider, name), _PROVIDER_SECONDS)
+            checks[name] = (partial(health.provider, name), _PROVIDER_SECONDS)
     return checks
 
 

@@ -13,7 +13,7 @@ import click
 
 from skyward.cli import names, output
 from skyward.cli.commands import Command
-from skyward.cli.down import ask, attempted, failed, said
+from skyward.cli.pools import ask, attempted, failed, said
 from skyward.errors import ConfigurationError, PoolError, SkywardError
 
 if TYPE_CHECKING:

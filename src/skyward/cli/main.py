@@ -37,7 +37,16 @@ COMMANDS = {
     "models": "Keep models by name and version: push, pull, list, serve.",
     "completion": "Print the script that makes a shell complete sky's commands.",
 }
-"""Each command is `skyward.cli.<name>:<name>`; with its line here, `--help` need not import it."""
+"""The commands, each with its line, so that `--help` need not import it."""
+
+
+_HOMES = {
+    **dict.fromkeys(("up", "attach", "stop", "start", "down"), "pools"),
+    **dict.fromkeys(("exec", "shell", "cp"), "nodes"),
+    **dict.fromkeys(("run", "jobs", "logs", "cancel"), "jobs"),
+    "completion": "names",
+}
+"""The modules of commands that are about the same thing; else a command is in one of its name."""
 
 
 class _Sky(CommandGroup):
@@ -47,9 +56,8 @@ class _Sky(CommandGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(
-            importlib.import_module(f"skyward.cli.{cmd_name}"), cmd_name
-        )
+        home = importlib.import_module(f"skyward.cli.{_HOMES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(home, cmd_name)
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -11,8 +11,7 @@ import click
 
 from skyward.cli import output
 from skyward.cli.commands import Command
-from skyward.cli.following import job_document
-from skyward.cli.jobs import HEADS, job_row
+from skyward.cli.jobs import HEADS, job_document, job_row
 from skyward.cli.names import kept_pools
 from skyward.console.measures import size
 from skyward.providers import money

@@ -19,7 +19,7 @@ import click
 from skyward.cli import output
 from skyward.cli.commands import Command
 from skyward.cli.names import kept_pools
-from skyward.cli.reached import reached
+from skyward.cli.nodes import reached
 
 LOOPBACK = "127.0.0.1"
 LOOK_SECONDS = 1.0

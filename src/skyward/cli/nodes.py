@@ -1,18 +1,26 @@
-"""`sky exec`: run a command on nodes of a pool."""
+"""`sky exec`, `shell` and `cp`: commands, a terminal and files on nodes of a pool that stays."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import re
 import sys
 import threading
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
 from skyward.cli import output
 from skyward.cli.commands import Command
 from skyward.cli.names import kept_pools
-from skyward.cli.reached import chosen_node, reached
+from skyward.console.measures import size
+from skyward.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from skyward.files.transfer import FilePlace
+    from skyward.nodes.reaching import ReachedPool
 
 
 class _Exec(Command):
@@ -155,3 +163,97 @@ def _write(stream: str, data: bytes) -> None:
         there: BinaryIO = (sys.stderr if stream == "stderr" else sys.stdout).buffer
         there.write(data)
         there.flush()
+
+
+@click.command(cls=Command)
+@click.argument("name", shell_complete=kept_pools)
+@click.argument("node", type=int, required=False)
+@click.option("--command", help="Run this on the terminal, in place of the user's shell.")
+@click.option("--worker-env", is_flag=True, help="With the environment of the node's first worker.")
+def shell(name: str, node: int | None, command: str | None, worker_env: bool) -> None:
+    """Open a terminal on a node of the pool NAME: on NODE, or on the head.
+
+    Every key goes to the node. The shell ends with `exit` or Ctrl-D, and its exit code is this
+    command's. If the connection is lost, what runs in the shell ends.
+    """
+    if output.wants_json():
+        raise click.UsageError("--json: a terminal has no document; use `sky exec --json`")
+    from skyward.compute.workbench.terminal import open_terminal
+
+    with reached(name) as pool:
+        wanted = ["/bin/sh", "-c", command] if command else []
+        code = open_terminal(pool, chosen_node(pool, node), wanted, like_worker=worker_env)
+    click.get_current_context().exit(code)
+
+
+_REMOTE = re.compile(r"(?P<pool>[^/:]+)(?:/(?P<node>\d+))?:(?P<path>.*)", re.DOTALL)
+
+
+@click.command(cls=Command)
+@click.argument("source")
+@click.argument("destination")
+@click.option("-r", "--recursive", is_flag=True, help="Copy a folder with all that is in it.")
+def cp(source: str, destination: str, recursive: bool) -> None:
+    """Copy SOURCE to DESTINATION; NAME:path is on the head node of a pool, NAME/1:path on node 1.
+
+    A path on a node is relative to the node's working directory; ~ is the home folder there. If
+    DESTINATION is a folder, the copy goes into it. A file appears when it is complete, and modes
+    are kept; what is there already is not sent. Write ./a:b for a file of this machine with a colon
+    in its name.
+    """
+    from skyward.files.transfer import copy
+    from skyward.store.progress import watched
+
+    with contextlib.ExitStack() as opened:
+        files, path = _opened(opened, source)
+        to_files, to = _opened(opened, destination)
+        with watched(not output.wants_json(), f"copying {output.clean(source)}") as progress:
+            done = copy(
+                files,
+                path,
+                to_files,
+                to,
+                recursive=recursive,
+                begin=progress.begin,
+                advance=progress.advance,
+            )
+    if output.wants_json():
+        output.as_json({"files": done.files, "bytes": done.bytes, "passed_over": done.passed_over})
+        return
+    count = "1 file" if done.files == 1 else f"{done.files} files"
+    besides = f"; {done.passed_over} passed over: pipes, sockets" if done.passed_over else ""
+    click.echo(f"{count}, {size(done.bytes)}{besides}", err=True)
+
+
+def _opened(opened: contextlib.ExitStack, given: str) -> tuple[FilePlace, str]:
+    from skyward.files.transfer import FilesHere, FilesOnNode
+
+    found = _REMOTE.fullmatch(given)
+    if found is None:
+        return FilesHere(), given
+    pool = opened.enter_context(reached(found["pool"]))
+    node = chosen_node(pool, None if found["node"] is None else int(found["node"]))
+    label = f"{found['pool']}/{node}"
+    files = FilesOnNode(functools.partial(pool.service, node), label)
+    return files, found["path"] or "."
+
+
+def reached(name: str) -> ReachedPool:
+    """The pool of that name; the caller closes it."""
+    # Imported here, as in every command: help and completion need none of it.
+    from skyward.compute.attaching import reach
+
+    return reach(name)
+
+
+def chosen_node(pool: ReachedPool, node: int | None) -> int:
+    """A node of the pool; the head if none is given."""
+    there = sorted(pool.nodes)
+    if not there:
+        raise ConfigurationError(f"{pool.record.name} has no node now")
+    if node is None:
+        return there[0]
+    if node not in there:
+        listed = ", ".join(map(str, there))
+        raise ConfigurationError(f"{pool.record.name} has no node {node}; its nodes are: {listed}")
+    return node

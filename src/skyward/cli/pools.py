@@ -1,17 +1,19 @@
-"""`sky down`: remove the machines of pools."""
+"""`sky up`, `attach`, `stop`, `start`, `down`: the life of pools that stay or were left behind."""
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from skyward.cli import names, output
 from skyward.cli.commands import Command
-from skyward.errors import PoolError
+from skyward.errors import ConfigurationError, PoolError
 from skyward.providers import money
 
 if TYPE_CHECKING:
@@ -186,3 +188,190 @@ def ask(in_use: list[str], yes: bool, verb: str) -> None:
     if not sys.stdin.isatty():
         raise click.UsageError(f"{names}: may be in use; pass --yes to {verb} them all the same")
     click.confirm(f"{names}: may be in use. {verb.capitalize()}?", abort=True)
+
+
+@click.command(cls=Command)
+@click.argument("name", shell_complete=names.described_pools)
+@click.option("--provider", shell_complete=names.providers, help="local, container, aws, ...")
+@click.option("--nodes", help="How many: 4, or 1-8 for a pool that grows and shrinks.")
+@click.option("--accelerator", shell_complete=names.accelerators, help="A100, or H100:8 for 8.")
+@click.option("--region", help="Where a provider that sells machines is to make them.")
+@click.option("--ttl", metavar="TIME", help="End the pool after this time: 90s, 8h, 2d.")
+@click.option("--keep", metavar="TIME", help="End it after so long without a client.")
+def up(
+    name: str,
+    provider: str | None,
+    nodes: str | None,
+    accelerator: str | None,
+    region: str | None,
+    ttl: str | None,
+    keep: str | None,
+) -> None:
+    """Start the pool NAME and leave it running, for `sky.attach` and the other commands.
+
+    If skyward.toml describes a pool of that name, it is that one; options count in place of what
+    the file says. `sky down NAME` ends it.
+    """
+    from skyward.compute import Compute
+    from skyward.compute.configured import seconds_of
+    from skyward.settings import read_settings
+    from skyward.spec import Options
+
+    given: dict[str, Any] = {"keep": True if keep is None else seconds_of(keep)}
+    if provider is not None:
+        given["provider"] = made_provider(provider)
+    if nodes is not None:
+        given["nodes"] = _nodes(nodes)
+    if accelerator is not None:
+        given["accelerator"] = _accelerator(accelerator)
+    if region is not None:
+        given["region"] = region
+    if ttl is not None:
+        given["ttl"] = seconds_of(ttl)
+    settings = read_settings()
+    described = settings is not None and name in settings.pools
+    if output.wants_json() and not described:
+        given["options"] = Options(console=False)
+    made = Compute.named(name, **given) if described else Compute(name=name, **given)
+    with made as compute:
+        count = len(compute.nodes)
+    if output.wants_json():
+        output.as_json({"name": name, "nodes": count})
+        return
+    click.echo(
+        f"{name}: {count} {'node' if count == 1 else 'nodes'}; sky.attach({name!r}) uses it, and "
+        f"`sky down {name}` ends it"
+    )
+
+
+def made_provider(name: str) -> Any:
+    """The provider of that name, as the environment describes it."""
+    from skyward.providers import find_provider
+
+    made = find_provider(name)
+    try:
+        return made()
+    except TypeError:
+        raise ConfigurationError(
+            f"--provider {name}: it needs arguments, so describe the pool in skyward.toml"
+        ) from None
+
+
+def _nodes(text: str) -> int | tuple[int, int]:
+    least, dash, most = text.partition("-")
+    try:
+        return (int(least), int(most)) if dash else int(least)
+    except ValueError:
+        raise click.UsageError(f"--nodes {text}: give a number, or 1-8") from None
+
+
+def _accelerator(text: str) -> Any:
+    from skyward import accelerators
+
+    return accelerators.parse(text)
+
+
+@click.command(cls=Command)
+@click.argument("name", required=False, shell_complete=names.kept_pools)
+@click.option(
+    "--export",
+    "target",
+    metavar="FILE",
+    help="Write the pool's record, and the keys that Skyward made for it, to a file.",
+)
+@click.option("--import", "source", metavar="FILE", help="Read a record that was exported.")
+def attach(name: str | None, target: str | None, source: str | None) -> None:
+    """Check that the pool NAME can be used from here, and say who uses it.
+
+    --export and --import move its record to another machine of yours. The record is a key: whoever
+    has it can run anything on the pool.
+    """
+    if source is not None:
+        if target is not None:
+            raise click.UsageError("give --export or --import, not both")
+        _import(Path(source), name)
+        return
+    if name is None:
+        raise click.UsageError("give the name of a pool, or --import FILE")
+    from skyward.nodes import keeping
+
+    record = keeping.read(name)
+    if target is not None:
+        from skyward.nodes.reaching import exported
+
+        _export(exported(record), Path(target))
+        return
+    from skyward.nodes.occupancy import occupancy
+
+    now = occupancy(record)
+    if output.wants_json():
+        output.as_json({"name": name, "state": now.state, "clients": list(now.clients)})
+        return
+    click.echo(f"{name}: {now.state}; in Python: sky.attach({name!r})")
+
+
+def _export(data: bytes, path: Path) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(data)
+    if output.wants_json():
+        output.as_json({"file": str(path)})
+    else:
+        click.echo(f"{path}: a key to the pool; give it to nobody, and delete it after --import")
+
+
+def _import(path: Path, name: str | None) -> None:
+    from skyward.nodes.reaching import imported
+
+    record = imported(path.read_bytes(), str(path), name)
+    if output.wants_json():
+        output.as_json({"name": record.name})
+    else:
+        click.echo(f"{record.name}: sky.attach({record.name!r}) uses it from here, too")
+
+
+@click.command(cls=Command)
+@click.argument("name", shell_complete=names.kept_pools)
+@click.option("--force", is_flag=True, help="Also if clients, scripts or calls by name use it.")
+def stop(name: str, force: bool) -> None:
+    """End the agents and workers of the pool NAME, and stop its machines.
+
+    `sky start NAME` starts them again. The machines of AWS and containers keep their disks, pods
+    are made anew; hosts and this machine stay as they are. The list of jobs, their output, and
+    results of calls by name go: fetch what you need first.
+    """
+    from skyward.compute.attaching import stop_pool
+
+    stopped = stop_pool(name, force=force)
+    cleaned = stopped.cleaned
+    for each in cleaned.unwritten:
+        click.echo(f"{name}: not written back: {each}", err=True)
+    if output.wants_json():
+        output.as_json(
+            {
+                "name": name,
+                "state": "stopped",
+                "hourly_cost": stopped.hourly_cost,
+                "brought_back": cleaned.brought,
+                "not_written_back": cleaned.unwritten,
+            }
+        )
+        return
+    cost = ""
+    if stopped.hourly_cost:
+        cost = f"; its disks cost about {money(24 * stopped.hourly_cost)} a day meanwhile"
+    came = brought_back(cleaned)
+    click.echo(f"{name}: stopped{came}{cost}; `sky start {name}` starts it again")
+
+
+@click.command(cls=Command)
+@click.argument("name", shell_complete=names.kept_pools)
+def start(name: str) -> None:
+    """Start the pool NAME again, as it was before `sky stop NAME`."""
+    from skyward.compute.attaching import start_pool
+
+    count = start_pool(name)
+    if output.wants_json():
+        output.as_json({"name": name, "nodes": count})
+    else:
+        click.echo(f"{name}: {count} {'node' if count == 1 else 'nodes'} started")
