@@ -6,7 +6,7 @@ import difflib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from skyward.errors import ModelMismatchError, StoreError
@@ -55,22 +55,11 @@ def fill(
                 + _own_loading_advice(module, manifest)
             )
         _log.warning("%s\nthe rest was loaded", differences)
-    members = _Members(module)
-    work = _Work({}, {}, {})
-    converted = tuple(_converted(module, state.about))
-    for name in found.fits:
-        target, view = present[name], state.views[name]
-        if target is None or view is None or (converted and name.startswith(converted)):
-            work.given[name] = target
-        elif target.device.type == "meta" and members.holds(name, target):
-            work.made[name] = target
-        elif target.device.type != "meta" and members.shares(target):
-            work.copied[name] = target
-        else:
-            work.given[name] = target
-    _load(work, state, members, loading_for, device, progress)
-    _let_module_load(module, work, state)
-    left = members.on_meta() if work.made else []
+    filling = _Filling(module, state, device)
+    filling.sort({name: present[name] for name in found.fits})
+    filling.load(loading_for, progress)
+    filling.let_module_load()
+    left = filling.on_meta()
     if left:
         _log.warning(
             "%r version %d holds nothing for %s, still on the meta device; give %s values before "
@@ -160,126 +149,132 @@ def _converted(module: torch.nn.Module, about: dict[str, Any]) -> Iterator[str]:
             yield f"{name}." if name else ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """The module's tensors by name, sorted by how they are loaded."""
+class _Filling:
+    """The tensors of a module by name, sorted by how they are loaded."""
 
-    copied: dict[str, torch.Tensor]
-    """Filled in place."""
-    made: dict[str, torch.Tensor]
-    """On the meta device; replaced by new tensors."""
-    given: dict[str, torch.Tensor | None]
-    """Loaded by the module's `load_state_dict`: its state dict does not share their memory."""
-    loaded: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The stored tensors for `given`, by number."""
+    def __init__(self, module: torch.nn.Module, state: _State, device: torch.device) -> None:
+        self._module = module
+        self._members = _Members(module)
+        self._state = state
+        self._device = device
+        self._copied: dict[str, torch.Tensor] = {}
+        """Filled in place."""
+        self._made: dict[str, torch.Tensor] = {}
+        """On the meta device; replaced by new tensors."""
+        self._given: dict[str, torch.Tensor | None] = {}
+        """Loaded by the module's `load_state_dict`: its state dict does not share their memory."""
+        self._loaded: dict[int, torch.Tensor] = {}
+        """The stored tensors for `_given`, by number."""
 
+    def sort(self, targets: Mapping[str, Present]) -> None:
+        """Sort the entries of the module's state dict that are to be loaded."""
+        converted = tuple(_converted(self._module, self._state.about))
+        for name, target in targets.items():
+            view = self._state.views[name]
+            if target is None or view is None or (converted and name.startswith(converted)):
+                self._given[name] = target
+            elif target.device.type == "meta" and self._members.holds(name, target):
+                self._made[name] = target
+            elif target.device.type != "meta" and self._members.shares(target):
+                self._copied[name] = target
+            else:
+                self._given[name] = target
 
-def _load(
-    work: _Work,
-    state: _State,
-    members: _Members,
-    loading_for: Callable[[torch.device], Loading],
-    device: torch.device,
-    progress: Progress,
-) -> None:
-    import torch
+    def load(self, loading_for: Callable[[torch.device], Loading], progress: Progress) -> None:
+        """Read what the module needs, and fill all but what its own code has to place."""
+        import torch
 
-    cpu = torch.device("cpu")
-    by_reader: dict[torch.device, dict[int, list[tuple[str, int]]]] = {}
-    for name, target in (work.copied | work.made | work.given).items():
-        place = cpu if target is None else target.device
-        place = device if place.type == "meta" else place
-        reader = place if place.type == "sky" else cpu
-        for number in state.numbers.get(name, ()):
-            region = state.view(number).region
-            if region is None:
-                _fill_empty(work, state, members, name, number, device)
-                continue
-            by_region = by_reader.setdefault(reader, {})
-            by_region.setdefault(region, []).append((name, number))
-    loadings = {reader: loading_for(reader) for reader in by_reader}
-    progress.begin(sum(loadings[reader].size(wanted) for reader, wanted in by_reader.items()))
-    for reader, loading in loadings.items():
-        loading.verify(by_reader[reader])
-    done = 0
-    try:
-        for reader, by_region in by_reader.items():
-            for region, flat in loadings[reader].regions(by_region):
-                _fill(work, state, members, by_region[region], flat, device)
-                done += sum(name not in work.given for name, _ in by_region[region])
-    except StoreError as problem:
-        if done:
-            problem.add_note(
-                f"{done} of {len(work.copied) + len(work.made) + len(work.given)} tensors had been "
-                "loaded before: load another version before you use the model"
-            )
-        raise
-
-
-def _fill_empty(
-    work: _Work, state: _State, members: _Members, name: str, number: int, device: torch.device
-) -> None:
-    import torch
-
-    view = state.view(number)
-    if name in work.made:
-        dtype = work.made[name].dtype
-        members.replace(name, torch.empty(view.shape, dtype=dtype, device=device))
-    elif name in work.given:
-        work.loaded[number] = tensor_at(view, torch.empty(0, dtype=torch.uint8))
-
-
-def _fill(
-    work: _Work,
-    state: _State,
-    members: _Members,
-    parts: list[tuple[str, int]],
-    flat: torch.Tensor,
-    device: torch.device,
-) -> None:
-    memory: dict[int, torch.Tensor] = {}
-    for name, number in parts:
-        view = state.view(number)
-        if name in work.made:
-            # Tensors that were saved tied may be separate in the module: each of the module's
-            # storages gets its own memory.
-            storage = members.storage(name)
-            if storage not in memory:
-                moved = flat.to(device)
-                memory[storage] = moved.clone() if memory and moved is flat else moved
-            members.replace(name, tensor_at(view, memory[storage]).to(work.made[name].dtype))
-        elif name in work.copied:
-            work.copied[name].copy_(tensor_at(view, flat))
-        else:
-            work.loaded[number] = tensor_at(view, flat)
-
-
-def _let_module_load(module: torch.nn.Module, work: _Work, state: _State) -> None:
-    """Have the module load the tensors that only its own code can place."""
-    on_meta = {
-        name: target
-        for name, target in work.given.items()
-        if target is not None and target.device.type == "meta"
-    }
-    others = {name: target for name, target in work.given.items() if name not in on_meta}
-    for names, assign in ((on_meta, True), (others, False)):
-        if not names:
-            continue
+        cpu = torch.device("cpu")
+        by_reader: dict[torch.device, dict[int, list[tuple[str, int]]]] = {}
+        targets = self._copied | self._made | self._given
+        for name, target in targets.items():
+            place = cpu if target is None else target.device
+            place = self._device if place.type == "meta" else place
+            reader = place if place.type == "sky" else cpu
+            for number in self._state.numbers.get(name, ()):
+                region = self._state.view(number).region
+                if region is None:
+                    self._fill_empty(name, number)
+                    continue
+                by_region = by_reader.setdefault(reader, {})
+                by_region.setdefault(region, []).append((name, number))
+        loadings = {reader: loading_for(reader) for reader in by_reader}
+        progress.begin(sum(loadings[reader].size(wanted) for reader, wanted in by_reader.items()))
+        for reader, loading in loadings.items():
+            loading.verify(by_reader[reader])
+        done = 0
         try:
-            taken = module.load_state_dict(
-                state.entries(names, work.loaded), strict=False, assign=assign
-            )
-        except RuntimeError as problem:
-            raise ModelMismatchError(
-                f"{type(module).__name__} does not load what its own state_dict() names: {problem}"
-            ) from problem
-        refused = sorted(set(taken.unexpected_keys) & set(names))
-        if refused:
-            _log.warning(
-                "%s names %s in its state_dict() and does not load it; it was left out",
-                type(module).__name__,
-                ", ".join(refused[:_SHOWN]),
-            )
+            for reader, by_region in by_reader.items():
+                for region, flat in loadings[reader].regions(by_region):
+                    self._fill(by_region[region], flat)
+                    done += sum(name not in self._given for name, _ in by_region[region])
+        except StoreError as problem:
+            if done:
+                problem.add_note(
+                    f"{done} of {len(targets)} tensors had been "
+                    "loaded before: load another version before you use the model"
+                )
+            raise
+
+    def _fill_empty(self, name: str, number: int) -> None:
+        import torch
+
+        view = self._state.view(number)
+        if name in self._made:
+            dtype = self._made[name].dtype
+            self._members.replace(name, torch.empty(view.shape, dtype=dtype, device=self._device))
+        elif name in self._given:
+            self._loaded[number] = tensor_at(view, torch.empty(0, dtype=torch.uint8))
+
+    def _fill(self, parts: list[tuple[str, int]], flat: torch.Tensor) -> None:
+        memory: dict[int, torch.Tensor] = {}
+        for name, number in parts:
+            view = self._state.view(number)
+            if name in self._made:
+                # Tensors that were saved tied may be separate in the module: each of the module's
+                # storages gets its own memory.
+                storage = self._members.storage(name)
+                if storage not in memory:
+                    moved = flat.to(self._device)
+                    memory[storage] = moved.clone() if memory and moved is flat else moved
+                made = tensor_at(view, memory[storage]).to(self._made[name].dtype)
+                self._members.replace(name, made)
+            elif name in self._copied:
+                self._copied[name].copy_(tensor_at(view, flat))
+            else:
+                self._loaded[number] = tensor_at(view, flat)
+
+    def let_module_load(self) -> None:
+        """Have the module load the tensors that only its own code can place."""
+        on_meta = {
+            name: target
+            for name, target in self._given.items()
+            if target is not None and target.device.type == "meta"
+        }
+        others = {name: target for name, target in self._given.items() if name not in on_meta}
+        kind = type(self._module).__name__
+        for names, assign in ((on_meta, True), (others, False)):
+            if not names:
+                continue
+            try:
+                taken = self._module.load_state_dict(
+                    self._state.entries(names, self._loaded), strict=False, assign=assign
+                )
+            except RuntimeError as problem:
+                raise ModelMismatchError(
+                    f"{kind} does not load what its own state_dict() names: {problem}"
+                ) from problem
+            refused = sorted(set(taken.unexpected_keys) & set(names))
+            if refused:
+                _log.warning(
+                    "%s names %s in its state_dict() and does not load it; it was left out",
+                    kind,
+                    ", ".join(refused[:_SHOWN]),
+                )
+
+    def on_meta(self) -> list[str]:
+        """The parameters and buffers that stay on the meta device, if others left it."""
+        return self._members.on_meta() if self._made else []
 
 
 class _Members:
