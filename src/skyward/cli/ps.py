@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -14,13 +15,19 @@ from skyward.cli.commands import Command
 from skyward.cli.jobs import HEADS, job_document, job_row
 from skyward.cli.names import kept_pools
 from skyward.console.measures import size
+from skyward.errors import SkywardError
 from skyward.providers import money
 
 if TYPE_CHECKING:
-    from skyward.compute.workbench.details import NodeDetails, PoolDetails
     from skyward.nodes.journal import PoolRecord
+    from skyward.nodes.keeping import KeptNode, KeptPool
     from skyward.nodes.occupancy import Occupancy
+    from skyward.worker.kept_jobs import JobView
 
+    NodeWorkers = tuple[KeptNode, int | None]
+
+AT_ONCE = 16
+"""How many pools or nodes are asked at the same time."""
 _STATES = {"running": "in use", "gone": "left behind", "elsewhere": "from another host"}
 
 
@@ -43,7 +50,7 @@ def ps(name: str | None) -> None:
 
     found = recorded_pools(Journal())
     # Each pool that stays is asked who uses it, all at once: one may be out of reach.
-    with ThreadPoolExecutor(max_workers=16) as asking:
+    with ThreadPoolExecutor(AT_ONCE) as asking:
         told = list(asking.map(lambda each: each[1] and occupancy(each[1]), found))
     pools = [(pool, kept) for (pool, _), kept in zip(found, told, strict=True)]
     if output.wants_json():
@@ -90,21 +97,49 @@ def _document(pool: PoolRecord, kept: Occupancy | None) -> dict[str, object]:
 
 def _show_pool(name: str) -> None:
     """Print what a pool has now."""
-    from skyward.compute.workbench.details import details_of
     from skyward.nodes import keeping
+    from skyward.nodes.occupancy import occupancy
 
-    found = details_of(keeping.read(name))
+    record = keeping.read(name)
+    now = occupancy(record)
+    nodes, jobs = _asked(record)
     if output.wants_json():
-        output.as_json(_pool_document(found))
+        output.as_json(_pool_document(record, now, nodes, jobs))
         return
-    click.echo(f"{name}: {found.occupancy.state}")
+    click.echo(f"{name}: {now.state}")
     heads = ("node", "state", "host", "address", "accelerator", "workers")
-    _section("nodes", heads, [_node_row(each) for each in found.nodes], ("node", "workers"))
-    clients = [_client_row(each) for each in found.occupancy.clients]
+    _section("nodes", heads, [_node_row(*each) for each in nodes], ("node", "workers"))
+    clients = [_client_row(each) for each in now.clients]
     _section("clients", ("client", "process", "since", "command"), clients, ("process",))
-    _section("jobs and calls", HEADS, [job_row(each) for each in found.jobs], ("code", "took"))
-    values = [_value_row(each) for each in found.occupancy.values]
+    _section("jobs and calls", HEADS, [job_row(each) for each in jobs], ("code", "took"))
+    values = [_value_row(each) for each in now.values]
     _section("values", ("value", "node", "device", "size"), values, ("node", "size"))
+
+
+def _asked(record: KeptPool) -> tuple[list[NodeWorkers], list[JobView]]:
+    """The nodes with the number of their worker processes, None if they do not answer; the jobs."""
+    from skyward.compute.workbench.jobs import jobs_of
+    from skyward.nodes.reaching import ReachedPool
+
+    problems = (SkywardError, OSError, EOFError)
+
+    def workers(node: KeptNode) -> int | None:
+        with contextlib.suppress(*problems), pool.service(node.index, "about") as about:
+            return len(about.ask("facts")["executors"])
+        return None
+
+    silent: list[NodeWorkers] = [(node, None) for node in record.nodes]
+    if record.stopped:
+        return silent, []
+    try:
+        with ReachedPool(record) as pool, ThreadPoolExecutor(AT_ONCE) as asking:
+            nodes = list(zip(record.nodes, asking.map(workers, record.nodes), strict=True))
+            jobs: list[JobView] = []
+            with contextlib.suppress(*problems):
+                jobs = jobs_of(pool, record.head)
+            return nodes, jobs
+    except problems:
+        return silent, []
 
 
 def _section(
@@ -115,11 +150,10 @@ def _section(
         output.table(heads, rows, right=right)
 
 
-def _node_row(found: NodeDetails) -> tuple[object, ...]:
-    node = found.node
-    state = "answers" if found.answers else "out of reach"
+def _node_row(node: KeptNode, workers: int | None) -> tuple[object, ...]:
+    state = "answers" if workers is not None else "out of reach"
     cards = "" if not node.accelerators else f"{node.accelerator}:{node.accelerators}"
-    return node.index, state, node.hostname, node.address, cards, found.workers
+    return node.index, state, node.hostname, node.address, cards, workers or 0
 
 
 def _client_row(client: dict[str, Any]) -> tuple[object, ...]:
@@ -136,29 +170,30 @@ def _value_row(value: dict[str, Any]) -> tuple[object, ...]:
     return value["name"], value["node"], value["device"], size(value["bytes"])
 
 
-def _pool_document(found: PoolDetails) -> dict[str, object]:
-    record = found.record
+def _pool_document(
+    record: KeptPool, now: Occupancy, nodes: list[NodeWorkers], jobs: list[JobView]
+) -> dict[str, object]:
     return {
         "id": record.id,
         "name": record.name,
         "provider": record.provider,
-        "state": found.occupancy.state,
+        "state": now.state,
         "created": datetime.fromtimestamp(record.created, UTC),
-        "idle": found.occupancy.idle,
+        "idle": now.idle,
         "nodes": [
             {
-                "node": each.node.index,
-                "answers": each.answers,
-                "hostname": each.node.hostname,
-                "address": each.node.address,
-                "accelerator": each.node.accelerator,
-                "accelerators": each.node.accelerators,
-                "workers": each.workers,
+                "node": node.index,
+                "answers": workers is not None,
+                "hostname": node.hostname,
+                "address": node.address,
+                "accelerator": node.accelerator,
+                "accelerators": node.accelerators,
+                "workers": workers or 0,
             }
-            for each in found.nodes
+            for node, workers in nodes
         ],
-        "clients": [each | {"since": _since(each)} for each in found.occupancy.clients],
-        "values": list(found.occupancy.values),
-        "jobs": [job_document(each) for each in found.jobs if each.kind == "script"],
-        "calls": [job_document(each) for each in found.jobs if each.kind == "call"],
+        "clients": [each | {"since": _since(each)} for each in now.clients],
+        "values": list(now.values),
+        "jobs": [job_document(each) for each in jobs if each.kind == "script"],
+        "calls": [job_document(each) for each in jobs if each.kind == "call"],
     }
