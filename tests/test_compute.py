@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import skyward as sky
+from skyward.calls.lane import Lane
 
 from .conftest import only_in_all, other_case
 from .waiting import wait_for
@@ -109,6 +110,19 @@ def test_a_pool_cannot_be_entered_twice(compute):
     with pytest.raises(sky.errors.PoolClosedError, match="is already entered; make another"):
         compute.__enter__()
 
+    assert add(1) >> compute == 2
+
+
+def test_a_timeout_that_a_signal_handler_raises_is_no_lost_executor(compute, monkeypatch):
+    """As one that raises within the sending of a call, which would be waited for otherwise."""
+
+    def interrupted(*_):
+        monkeypatch.undo()
+        raise TimeoutError("too slow")
+
+    monkeypatch.setattr(Lane, "_send", interrupted)
+    with pytest.raises(TimeoutError, match="too slow"):
+        add(1) >> compute
     assert add(1) >> compute == 2
 
 

@@ -569,7 +569,12 @@ class Dispatcher:
             if lane.channel.aborted:
                 self.drain(lane)
             raise
-        except OSError:
+        except OSError as problem:
+            # A handler of a signal raises a TimeoutError, too, but without a number.
+            if isinstance(problem, TimeoutError) and problem.errno is None:
+                if lane.channel.aborted:
+                    self.drain(lane)
+                raise
             # The executor is gone; `lose` retries or fails its tasks.
             return
         except SkywardError as problem:
