@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -18,10 +21,11 @@ from skyward.providers.aws import catalogue, site, tags
 from skyward.providers.aws.account import RequestError, shared_account
 from skyward.providers.aws.catalogue import MachineImage
 from skyward.providers.aws.instances import Instances
-from skyward.providers.aws.launches import quota_of
+from skyward.providers.aws.launches import AWSAllocation, Bought, quota_of
 from skyward.providers.aws.session import main as session_main
 from skyward.providers.aws.site import Keys
 
+from ..conftest import PATIENCE
 from .aws_gateway import Gateway
 from .aws_orders import a_request, attempt, making
 from .aws_stand_ins import reservation
@@ -132,6 +136,57 @@ def test_an_instance_that_aws_still_calls_pending_is_looked_at_again_after_a_pau
     monkeypatch.setattr(site.time, "sleep", lambda _: done.append("paused"))
     site.sweep(account, "p")
     assert done == ["looked", "paused"] * 2
+
+
+def test_the_second_wait_for_an_end_has_only_the_rest_of_the_time(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, waits = [1000.0], []
+
+    def pending(_: object, seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += 100
+        raise RequestError("it is pending", "Waiter")
+
+    answers = [[{"InstanceId": "i-0abc", "State": {"Name": "pending"}}]] * 2 + [[]]
+    account = shared_account(None, None)
+    monkeypatch.setattr(account, "wait_for_end", pending)
+    monkeypatch.setattr(account, "call", lambda *_, **__: {"KeyPairs": [], "PlacementGroups": []})
+    monkeypatch.setattr(site, "described", lambda *_: answers.pop(0))
+    monkeypatch.setattr(site, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=id))
+    site.sweep(account, "p")
+    assert waits == [site.END_SECONDS, site.END_SECONDS - 100]
+
+
+def test_what_was_being_bought_when_the_pool_was_closed_ends(
+    aws: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, closing, ended = threading.Event(), threading.Event(), []
+
+    def launch(self: AWSAllocation, asked: Sequence[Any], made: dict[int, Bought]) -> None:
+        begun.set()
+        closing.wait(PATIENCE)
+        made[0] = Bought("i-0abc", cast(Any, None))
+
+    async def terminate(self: Instances, id: str) -> None:
+        ended.append(id)
+
+    async def scenario() -> None:
+        allocation = sky.AWS().allocate("p")
+        getting = asyncio.ensure_future(allocation.get(Order("p", 0, a_request())))
+        await asyncio.to_thread(begun.wait, PATIENCE)
+        close = asyncio.ensure_future(allocation.close())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        closing.set()
+        await close
+        getting.cancel()
+        await asyncio.wait({getting})
+
+    monkeypatch.setattr(AWSAllocation, "_launch", launch)
+    monkeypatch.setattr(Instances, "terminate", terminate)
+    asyncio.run(scenario())
+    assert ended == ["i-0abc"]
 
 
 def test_an_instance_that_ends_for_want_of_capacity_is_bought_elsewhere(

@@ -121,6 +121,24 @@ def no_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyward.providers.kubernetes.AGAIN_SECONDS", 0.05)
 
 
+def test_pods_that_nobody_can_follow_fail_the_start(no_events: None) -> None:
+    class Strange(Cluster):
+        def watch(self, kind: str, version: str, **query: str) -> Iterator[tuple[str, Object]]:
+            raise TypeError("no watch")
+
+    async def start() -> None:
+        pods = Strange(0, has_job=True).pods()
+        try:
+            await get(pods, 0)
+        finally:
+            await pods.close()
+
+    with pytest.raises(
+        sky.errors.PoolStartError, match="its pods cannot be followed: TypeError: no watch"
+    ):
+        asyncio.run(start())
+
+
 def test_a_start_that_fails_on_all_nodes_leaves_the_job_that_it_found(no_events: None) -> None:
     cluster = Cluster(0, has_job=True)
 

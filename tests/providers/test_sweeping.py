@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,24 @@ class TestPools:
         assert "p: what it had besides its machines: still in use" in failed.output
 
         assert "no machine was left" in sky_command("down", "p", "--yes").output
+        assert (rules(shop), state.pools()) == ([], [])
+
+    def test_a_node_whose_end_fails_keeps_nobody_from_sweeping(
+        self, shop: Shop, state: Journal, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compute = sky.Compute(shop, options=QUIET).start()
+        (node,) = compute._open_fleet.nodes
+        stop = node.host.stop
+
+        def fail(seconds: float) -> Future[None]:
+            stop(seconds).result()
+            failed: Future[None] = Future()
+            failed.set_exception(OSError("no answer"))
+            return failed
+
+        monkeypatch.setattr(node.host, "stop", fail)
+        with pytest.raises(OSError, match="no answer"):
+            compute.close()
         assert (rules(shop), state.pools()) == ([], [])
 
     def test_a_provider_that_fails_at_the_very_end_leaves_neither_threads_nor_a_record(

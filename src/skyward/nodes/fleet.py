@@ -864,15 +864,18 @@ class Fleet:
         self.devices.close("its pool was closed")
         # A stopped pool that could not be started is stopped again, with all that it has.
         spare = bool(self.spec.id) and not self.stays and self.spec.provider.capabilities.stops
-        self._end(self.nodes, seconds, spare=spare)
-        if not spare:
-            self.keeper.forget()
-        swept = not spare and (not self._opened or self._swept())
         try:
-            reaching.end(self.allocation)
+            self._end(self.nodes, seconds, spare=spare)
         finally:
-            if swept:
-                self._journal.close_pool(self.id)
+            # Also if a node's end has failed: the rest would be left, and cost.
+            if not spare:
+                self.keeper.forget()
+            swept = not spare and (not self._opened or self._swept())
+            try:
+                reaching.end(self.allocation)
+            finally:
+                if swept:
+                    self._journal.close_pool(self.id)
 
     def _swept(self) -> bool:
         """Have the provider remove what the pool has besides machines, when the last is gone.

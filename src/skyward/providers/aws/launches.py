@@ -165,8 +165,16 @@ class AWSAllocation(SharedAllocation[AWSMachine]):
         """Buy instances, and have each handed out when it has booted."""
         asked = [self.wanted[node] for node in nodes]
         made: dict[int, Bought] = {}
+        buying = asyncio.ensure_future(asyncio.to_thread(self._launch, asked, made))
         try:
-            await asyncio.to_thread(self._launch, asked, made)
+            await asyncio.shield(buying)
+        except asyncio.CancelledError:
+            # The pool is closed. The thread ends after the request that it is making.
+            for wanted in asked:
+                wanted.is_given_up = True
+            await asyncio.wait({buying})
+            await asyncio.gather(*(self._instances.terminate(each.id) for each in made.values()))
+            raise
         except Exception as problem:
             # What was bought before is not lost.
             self.refuse(set(nodes) - made.keys(), problem)

@@ -457,7 +457,8 @@ def sweep(account: Account, pool: str, *, grouped: bool = False) -> None:
                 "their security group stays until they have; it costs nothing"
             )
         try:
-            account.wait_for_end([each["InstanceId"] for each in left], END_SECONDS)
+            seconds = max(END_PAUSE_SECONDS, deadline - time.monotonic())
+            account.wait_for_end([each["InstanceId"] for each in left], seconds)
         except RequestError:
             # One that AWS still calls pending, or has forgotten, ends the wait: then look again.
             time.sleep(END_PAUSE_SECONDS)

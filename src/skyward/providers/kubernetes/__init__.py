@@ -619,6 +619,10 @@ class PodAllocation(SharedAllocation[PodMachine]):
                 failures += 1
                 if isinstance(problem, ApiError) and problem.status in (401, 403):
                     self._soon(lambda why=problem: self.refuse(self.waiting, why))
+                elif not isinstance(problem, (ApiError, UnreachableError, OSError, ValueError)):
+                    # Those pass, and a line that was cut is no JSON; this one does not.
+                    said = f"its pods cannot be followed: {type(problem).__name__}: {problem}"
+                    self._soon(lambda said=said: self.refuse(self.waiting, PoolStartError(said)))
                 time.sleep(min(2.0**failures / 4, 30.0))
 
     def _events(self) -> Iterator[tuple[str, Object]]:
