@@ -110,6 +110,12 @@ class RemoteClass(Generic[P, C]):
         made: C = self.kind(*args, **kwargs)
         return made
 
+    @functools.cached_property
+    def timeouts(self) -> dict[str, float]:
+        """The timeouts of the methods that have their own."""
+        members = inspect.getmembers_static(self.kind, lambda each: isinstance(each, Function))
+        return {name: each.timeout for name, each in members if each.timeout is not None}
+
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type]:
         """A class that has this one as its base has the plain class as its base."""
         return (self.kind,)
@@ -253,11 +259,8 @@ class Residence:
                 f"this {self.making.name} cannot be sent, since it was closed; make another one"
             )
         kind, place = self.making.kind, self._seat.offer(handle)
-        timeouts = {"": self._seat.default_timeout if kind.timeout is None else kind.timeout}
-        for name, found in inspect.getmembers_static(kind.kind):
-            if isinstance(found, Function) and found.timeout is not None:
-                timeouts[name] = found.timeout
-        return handles.arrived, (self.key, self.making.name, place, timeouts)
+        timeout = self._seat.default_timeout if kind.timeout is None else kind.timeout
+        return handles.arrived, (self.key, self.making.name, place, {"": timeout, **kind.timeouts})
 
     def __repr__(self) -> str:
         return f"{self.making.name} on {self._seat.where}"
@@ -391,14 +394,17 @@ class Instance(Closing):
             function = self._functions[name] = InstanceFunction(self._residence, name, plain)
         return function
 
+    def _method(self, name: str) -> RemoteMethod:
+        return RemoteMethod(self._function(name))
+
     def __getattr__(self, name: str) -> RemoteMethod:
-        method = RemoteMethod(self._function(name))
+        method = self._method(name)
         # Kept: the next look does not come here.
         object.__setattr__(self, name, method)
         return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return RemoteMethod(self._function("__call__"))(*args, **kwargs)
+        return self._method("__call__")(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(

@@ -1,4 +1,4 @@
-"""Groups of objects: one in every worker, as the client has them, and as a task has them."""
+"""Groups of objects: one in every worker, for the client and for tasks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, Generic, TypeVar, overload
 
 from skyward.closing import Closing
 from skyward.functions import Future
-from skyward.handles import TaskHandle, TaskMethod
 
 C = TypeVar("C")
 
@@ -35,8 +34,8 @@ class InstanceGroup(Closing, Generic[C]):
         return iter(self._members)
 
     def __getattr__(self, name: str) -> GroupMethod:
-        members: Any = self._members
-        return GroupMethod([member._function(name) for member in members])
+        # `copy` and `pickle` ask before there are members.
+        return GroupMethod([each._method(name) for each in vars(self).get("_members", ())])
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         return self.__getattr__("__call__")(*args, **kwargs)
@@ -54,79 +53,25 @@ class InstanceGroup(Closing, Generic[C]):
         return f"<group of {len(self)} objects>"
 
 
-def _group(*members: Any) -> InstanceGroup[Any] | TaskHandleGroup:
+def _group(*members: Any) -> InstanceGroup[Any]:
     """A group that has been sent here."""
-    if any(isinstance(member, TaskHandle) for member in members):
-        return TaskHandleGroup(members)
     return InstanceGroup(list(members))
 
 
 class GroupMethod:
     """A method of the objects of a group."""
 
-    def __init__(self, functions: Sequence[Any]) -> None:
-        self._functions = functions
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the method of all objects at once; `BroadcastError` if any of them fails."""
-        pendings = [function(*args, **kwargs) for function in self._functions]
-        if not pendings:
-            return []
-        results: list[Any] = self._functions[0].seat.run_together(pendings)
-        return results
-
-    def submit(self, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        """Call the method of all objects without waiting."""
-        return [each.seat.submit(each(*args, **kwargs)) for each in self._functions]
-
-
-class TaskHandleGroup:
-    """One object in every worker, as a task has them; a method runs in all at once."""
-
-    def __init__(self, members: tuple[TaskHandle, ...]) -> None:
-        self._members = members
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    @overload
-    def __getitem__(self, rank: int) -> TaskHandle: ...
-    @overload
-    def __getitem__(self, rank: slice) -> TaskHandleGroup: ...
-    def __getitem__(self, rank: int | slice) -> TaskHandle | TaskHandleGroup:
-        """The object of a rank, or the group of some."""
-        if isinstance(rank, slice):
-            return TaskHandleGroup(self._members[rank])
-        return self._members[rank]
-
-    def __iter__(self) -> Iterator[TaskHandle]:
-        return iter(self._members)
-
-    def __getattr__(self, name: str) -> TaskGroupMethod:
-        return TaskGroupMethod([getattr(member, name) for member in vars(self).get("_members", ())])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        methods = [TaskMethod(member, "__call__") for member in self._members]
-        return TaskGroupMethod(methods)(*args, **kwargs)
-
-    def close(self) -> None:
-        """Close all objects."""
-        for member in self._members:
-            member.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TaskHandleGroup, (self._members,)
-
-
-class TaskGroupMethod:
-    """A method of the objects of a group, as a task has it."""
-
-    def __init__(self, methods: list[TaskMethod]) -> None:
+    def __init__(self, methods: Sequence[Any]) -> None:
         self._methods = methods
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the method of all objects at once."""
-        return [each.result() for each in self.submit(*args, **kwargs)]
+        """Call the method of all objects at once; on the client, `BroadcastError` if one fails."""
+        if not self._methods or not all(hasattr(each, "function") for each in self._methods):
+            # In a task, where each call goes its own way.
+            return [each.result() for each in self.submit(*args, **kwargs)]
+        pendings = [each.pending(*args, **kwargs) for each in self._methods]
+        results: list[Any] = self._methods[0].function.seat.run_together(pendings)
+        return results
 
     def submit(self, *args: Any, **kwargs: Any) -> list[Future[Any]]:
         """Call the method of all objects without waiting."""

@@ -88,16 +88,19 @@ class TaskHandle:
         """`name` is that of the class; `timeouts` has those of methods, and "" that of others."""
         self._key, self._name, self._place, self._timeouts = key, name, place, timeouts
 
-    def __getattr__(self, name: str) -> TaskMethod:
-        if name.startswith("_"):
+    def _method(self, name: str) -> TaskMethod:
+        if name.startswith("_") and name != "__call__":
             raise AttributeError(
                 f"{name!r} of {vars(self).get('_name')} is the object's own, and not reachable "
                 "from outside; write a method without an underscore"
             )
         return TaskMethod(self, name)
 
+    def __getattr__(self, name: str) -> TaskMethod:
+        return self._method(name)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return TaskMethod(self, "__call__")(*args, **kwargs)
+        return self._method("__call__")(*args, **kwargs)
 
     def close(self) -> None:
         """Call the object's own `close`, if it has one, and free the object."""
