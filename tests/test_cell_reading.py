@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyward.notebook.cell import cell_call, shown
-from skyward.notebook.reading import read_cell
+from skyward.notebook.reader import read_cell
 
 from .conftest import only_in_all
 

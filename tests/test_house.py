@@ -74,7 +74,7 @@ ARROWS = {name: set(imports(path)) - {name} for name, path in MODULES.items()}
 def test_the_reader_of_imports_sees_all_three_kinds() -> None:
     assert "skyward.wire.frames" in ARROWS["skyward.wire.channel"]
     assert "skyward.store.models" in ARROWS["skyward"], "one under TYPE_CHECKING"
-    assert "skyward.nodes.cleaning" in ARROWS["skyward.cli.pools"], "one inside a function"
+    assert "skyward.nodes.cleanup" in ARROWS["skyward.cli.pools"], "one inside a function"
 
 
 def test_every_room_is_listed_once() -> None:

@@ -22,7 +22,7 @@ import pytest
 import skyward as sky
 from skyward import context, functions
 from skyward.calls.lane import Lanes
-from skyward.calls.nesting import NestedCall, NestedCalls
+from skyward.calls.nested import NestedCall, NestedCalls
 from skyward.calls.scheduler import Load, Scheduler
 from skyward.calls.task import Failed
 from skyward.objects import encoding

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import skyward as sky
 from skyward.errors import ConfigurationError, ProtocolError
 from skyward.files.items import FileItem, decode, encode
-from skyward.files.scanning import Scanner
+from skyward.files.scanner import Scanner
 from skyward.files.transfer import Synced, pieces
 from skyward.files.tree import Tree
 

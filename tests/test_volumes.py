@@ -17,10 +17,10 @@ import pytest
 import skyward as sky
 from skyward.compute.arguments import volume_plan
 from skyward.errors import ConfigurationError, NodeLostError, PoolError
-from skyward.files import mounting, volumes
+from skyward.files import mounts, volumes
 from skyward.files.items import FileItem
-from skyward.files.mounting import PROGRAMS, BucketPlace
-from skyward.files.scanning import Scanner
+from skyward.files.mounts import PROGRAMS, BucketPlace
+from skyward.files.scanner import Scanner
 from skyward.files.transfer import bring, send
 from skyward.files.volumes import BucketCopy, NodeVolume
 from skyward.nodes.deliveries import Deliveries, SentFolder
@@ -585,7 +585,7 @@ class TestMounts:
         folder = tmp_path / "bin"
         folder.mkdir()
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-        monkeypatch.setattr(mounting, "FUSE", str(folder))
+        monkeypatch.setattr(mounts, "FUSE", str(folder))
         monkeypatch.setattr(os.path, "ismount", lambda path: (Path(path) / "mounted").exists())
 
         def put(name: str, script: str) -> None:
@@ -648,7 +648,7 @@ class TestMounts:
         program("umount", 'rm "$1/mounted"')
         volume = NodeVolume("s3://bucket", str(tmp_path / "at"), read_only=False)
         volume.open(quiet)
-        monkeypatch.setattr(mounting, "UNMOUNT_SECONDS", 1.0)
+        monkeypatch.setattr(mounts, "UNMOUNT_SECONDS", 1.0)
 
         volume.close(quiet)
 
@@ -662,7 +662,7 @@ class TestMounts:
     ) -> None:
         program("mount.nfs", "")
         program("mount", "sleep 1000")
-        monkeypatch.setattr(mounting, "MOUNT_SECONDS", 0.2)
+        monkeypatch.setattr(mounts, "MOUNT_SECONDS", 0.2)
 
         with pytest.raises(PoolError, match=r"server did not answer in 0\.2 s; check its name"):
             NodeVolume("nfs://server/export", str(tmp_path / "at"), read_only=True).open(quiet)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from skyward.classes import cls as cls
     from skyward.compute import Compute as Compute
     from skyward.compute.attaching import attach as attach
-    from skyward.compute.choosing import Spec as Spec
-    from skyward.compute.debugging import post_mortem as post_mortem
+    from skyward.compute.choice import Spec as Spec
     from skyward.compute.offers import offers as offers
+    from skyward.compute.post_mortem import post_mortem as post_mortem
     from skyward.context import InstanceInfo as InstanceInfo
     from skyward.context import Output as Output
     from skyward.context import instance_info as instance_info
@@ -81,8 +81,8 @@ _HOMES = {
     "classes": ("cls",),
     "compute": ("Compute",),
     "compute.attaching": ("attach",),
-    "compute.choosing": ("Spec",),
-    "compute.debugging": ("post_mortem",),
+    "compute.choice": ("Spec",),
+    "compute.post_mortem": ("post_mortem",),
     "compute.offers": ("offers",),
     "context": (
         "InstanceInfo",

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from skyward.device.graphs import operations, recent, running, sizes
+from skyward.device.graphs import operations, recent, runner, sizes
 from skyward.device.graphs.text import (
     CannotShipError,
     Compiled,
@@ -57,13 +57,13 @@ def _bytes(message: ShippedGraph) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def programs() -> running.Programs:
+def programs() -> runner.Programs:
     """What a worker keeps of its client's graphs, without a worker."""
-    return running.Programs("cpu")
+    return runner.Programs("cpu")
 
 
 @other_case
-def test_a_worker_runs_a_graph_until_it_is_dropped(programs: running.Programs) -> None:
+def test_a_worker_runs_a_graph_until_it_is_dropped(programs: runner.Programs) -> None:
     token = programs.ship(
         _bytes(_message(GraphNode("call", "y", "aten::mul.Tensor", [NodeValue("x"), 3])))
     )
@@ -86,7 +86,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_compiler")
-def test_a_graph_that_the_compiler_refuses_is_run_as_it_is(programs: running.Programs) -> None:
+def test_a_graph_that_the_compiler_refuses_is_run_as_it_is(programs: runner.Programs) -> None:
     token = programs.ship(
         _bytes(_message(GraphNode("call", "y", "aten::neg.default", [NodeValue("x")])))
     )
@@ -96,7 +96,7 @@ def test_a_graph_that_the_compiler_refuses_is_run_as_it_is(programs: running.Pro
 
 
 def test_a_compiler_that_tries_code_takes_no_random_numbers_of_the_user(
-    programs: running.Programs, monkeypatch: pytest.MonkeyPatch
+    programs: runner.Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._inductor import compile_fx
 
@@ -116,7 +116,7 @@ def test_a_compiler_that_tries_code_takes_no_random_numbers_of_the_user(
 
 @pytest.mark.usefixtures("without_compiler")
 def test_a_worker_keeps_nothing_of_graphs_that_are_dropped() -> None:
-    programs = running.Programs("cpu")
+    programs = runner.Programs("cpu")
     doubled = _message(GraphNode("call", "y", "aten::mul.Tensor", [NodeValue("x"), 2]))
     for pair in range(3):
         forward, backward = (
@@ -132,7 +132,7 @@ def test_a_worker_keeps_nothing_of_graphs_that_are_dropped() -> None:
 
 @pytest.mark.usefixtures("without_compiler")
 def test_very_many_sizes_of_a_graph_do_not_fill_the_memory_of_the_worker() -> None:
-    programs = running.Programs("cpu")
+    programs = runner.Programs("cpu")
     inputs = [
         GraphNode("input", "n", content=NumberInput("s0")),
         GraphNode("input", "x", content=TensorInput("float32", ["s0"], [1], False)),
@@ -172,7 +172,7 @@ def test_what_was_used_last_is_kept() -> None:
     assert (kept.find("a"), kept.find("b"), kept.find("c")) == (1, None, 3)
 
 
-def test_a_worker_names_an_operation_that_it_does_not_know(programs: running.Programs) -> None:
+def test_a_worker_names_an_operation_that_it_does_not_know(programs: runner.Programs) -> None:
     with pytest.raises(ValueError, match=r"elsewhere::spin.default is not known to this worker"):
         programs.ship(
             _bytes(_message(GraphNode("call", "y", "elsewhere::spin.default", [NodeValue("x")])))
@@ -188,7 +188,7 @@ def test_a_worker_names_an_operation_that_it_does_not_know(programs: running.Pro
         GraphNode("code", "y"),
     ],
 )
-def test_a_worker_calls_nothing_but_operations(programs: running.Programs, node: GraphNode) -> None:
+def test_a_worker_calls_nothing_but_operations(programs: runner.Programs, node: GraphNode) -> None:
     with pytest.raises(ValueError, match=r"is not known to this worker|a node of kind 'code'"):
         programs.ship(_bytes(_message(node)))
 

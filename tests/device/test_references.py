@@ -708,7 +708,7 @@ def test_a_device_gone_before_the_call_is_opened_raises_its_own_error(
 def test_a_call_cancelled_while_its_bytes_are_fetched_leaves_nothing(
     alone, monkeypatch: pytest.MonkeyPatch, eventually
 ) -> None:
-    from skyward.calls.packing import Packer
+    from skyward.calls.packer import Packer
     from skyward.device.core import Core
 
     compute, device, _ = alone

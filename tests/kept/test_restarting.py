@@ -10,7 +10,7 @@ import pytest
 import skyward as sky
 from skyward.closing import Closing
 from skyward.compute import attaching
-from skyward.nodes.cleaning import Cleaned, halt
+from skyward.nodes.cleanup import Cleaned, halt
 from skyward.providers import Allocation, Capabilities
 
 RECORD = SimpleNamespace(id="p1", name="train", stopped=True, provider="shop", ending=[])

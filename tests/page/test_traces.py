@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyward.calls import tracing
+from skyward.calls import spans as call_spans
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -66,11 +66,11 @@ def test_a_stream_ends_with_its_last_item_and_a_failure_says_why(spans: Spans) -
 
 
 def test_a_program_without_traces_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, tracing.MODULE, raising=False)
-    assert tracing.begin("f", 1, "pool") is None
+    monkeypatch.delitem(sys.modules, call_spans.MODULE, raising=False)
+    assert call_spans.begin("f", 1, "pool") is None
 
 
 def test_a_program_that_only_imports_opentelemetry_makes_none() -> None:
-    code = "import opentelemetry.trace as t; from skyward.calls import tracing as o;"
+    code = "import opentelemetry.trace as t; from skyward.calls import spans as o;"
     code += "t.get_tracer = None; assert o.begin('f', 1, 'p') is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -450,7 +450,7 @@ def test_down_removes_what_a_killed_client_left(
     assert pool.provider == "aws"
     if not instances:
         # One that was asked for might appear; here none was.
-        monkeypatch.setattr("skyward.nodes.cleaning._APPEARING_SECONDS", 0.0)
+        monkeypatch.setattr("skyward.nodes.cleanup._APPEARING_SECONDS", 0.0)
 
     done = CliRunner().invoke(command, ["down"])
 

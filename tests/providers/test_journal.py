@@ -19,7 +19,7 @@ from click.testing import CliRunner
 import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.nodes import provider_loop
-from skyward.nodes.cleaning import clean
+from skyward.nodes.cleanup import clean
 from skyward.nodes.host import Host
 from skyward.nodes.journal import Journal
 from skyward.providers import Order, Request

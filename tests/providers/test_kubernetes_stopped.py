@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 import skyward as sky
-from skyward.nodes.cleaning import REMOVE_SECONDS
+from skyward.nodes.cleanup import REMOVE_SECONDS
 from skyward.providers import Order, Request, owner, signature
 from skyward.providers.kubernetes import PodAllocation, PodMachine, jobs, manifests
 from skyward.providers.kubernetes.access import (

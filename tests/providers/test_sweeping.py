@@ -23,7 +23,7 @@ import skyward as sky
 from skyward import providers
 from skyward.cli.main import sky as command
 from skyward.errors import UnreachableError
-from skyward.nodes import cleaning, keeping
+from skyward.nodes import cleanup, keeping
 from skyward.nodes.journal import Journal
 from skyward.providers import Order, owner
 from skyward.testing import Shop, ShopAllocation, plain_request
@@ -419,7 +419,7 @@ class TestGc:
     ) -> None:
         leave(shop, "p1")
         leave(shop, "p2")
-        clean = cleaning.clean_remains
+        clean = cleanup.clean_remains
 
         def clean_second(journal: Any, collector: Any, remains: Any) -> Any:
             if remains.pool == "p1":
@@ -427,7 +427,7 @@ class TestGc:
             return clean(journal, collector, remains)
 
         with monkeypatch.context() as patched:
-            patched.setattr(cleaning, "clean_remains", clean_second)
+            patched.setattr(cleanup, "clean_remains", clean_second)
             failed = sky_command("gc", "--json")
         assert failed.exit_code == 1
         first, second = json.loads(failed.stdout)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from skyward import kernel
-from skyward.calls.packing import Packer
+from skyward.calls.packer import Packer
 from skyward.errors import ProtocolError
 from skyward.objects import memory
 from skyward.objects.blobs import SEGMENTS_MAX, Blob, BlobStore, Mapped, Sources

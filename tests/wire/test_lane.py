@@ -11,7 +11,7 @@ import pytest
 
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
-from skyward.calls.packing import Packer
+from skyward.calls.packer import Packer
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.prospects import Prospects
 from skyward.calls.relays import Neighbor, Relays

@@ -16,19 +16,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyward.calls import tracing
+from skyward.calls import spans
 from skyward.calls.debuggers import DEBUG_KEY, ENVIRONMENT, DebuggerDesk, debug_mode
 from skyward.calls.device_tensors import BroadcastTensors, CallDevices, DeviceTensors
 from skyward.calls.held import HeldWorkers
 from skyward.calls.kept import KeptResult, ResultTensors, node_of_result
 from skyward.calls.lane import Lane, Lanes
 from skyward.calls.loop import Borrower, Loop
-from skyward.calls.nesting import Broadcast, NestedCalls
-from skyward.calls.packing import Packer
+from skyward.calls.nested import Broadcast, NestedCalls
+from skyward.calls.packer import Packer
 from skyward.calls.prospects import Prospects
 from skyward.calls.results import ResultThread
 from skyward.calls.scheduler import Load
-from skyward.calls.sending import Sending
+from skyward.calls.senders import Sending
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import (
     WINDOW,
@@ -41,7 +41,7 @@ from skyward.calls.task import (
     not_the_end,
     remote_failure,
 )
-from skyward.calls.telling import CallTeller
+from skyward.calls.teller import CallTeller
 from skyward.calls.timeouts import Timeouts, timeout_error
 from skyward.console import Console
 from skyward.errors import (
@@ -289,8 +289,8 @@ class Dispatcher:
         task.timeout = self.default_timeout if function.timeout is None else function.timeout
         task.retries = function.retries or self._options.retries
         task.kept, task.awaits = kept, awaits
-        if tracing.MODULE in sys.modules:
-            task.trace = tracing.begin(function.name, number, self.pool)
+        if spans.MODULE in sys.modules:
+            task.trace = spans.begin(function.name, number, self.pool)
         if self._console.shell is not None:
             task.cell = self._console.cell()
         task.debugged = debug_mode() if DEBUG_KEY in ENVIRONMENT else AT_BREAKPOINTS

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-from skyward.calls.packing import Packer
+from skyward.calls.packer import Packer
 from skyward.calls.task import Task
 from skyward.errors import PoolClosedError, TaskCancelledError
 from skyward.functions import Future

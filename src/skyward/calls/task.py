@@ -15,7 +15,7 @@ from skyward.calls.kept import KeptResult, ResultTensors
 from skyward.calls.loop import Borrower, Timer
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.scheduler import Load
-from skyward.calls.tracing import CallTrace
+from skyward.calls.spans import CallTrace
 from skyward.errors import RemoteError, SkywardError
 from skyward.functions import ArrivalSignal, Future
 from skyward.objects import encoding

@@ -17,7 +17,7 @@ from skyward.cli.pools import ask, attempted, failed, said
 from skyward.errors import ConfigurationError, PoolError, SkywardError
 
 if TYPE_CHECKING:
-    from skyward.nodes.cleaning import Cleaned, Whose
+    from skyward.nodes.cleanup import Cleaned, Whose
     from skyward.nodes.journal import Journal
     from skyward.providers import Collector, Remains
 
@@ -138,7 +138,7 @@ def _found(journal: Journal, providers: AskedProviders) -> tuple[list[Found], li
     A provider that does not answer is passed over, one that nobody has set up in silence; raises
     `PoolError` if none answers.
     """
-    from skyward.nodes.cleaning import whose
+    from skyward.nodes.cleanup import whose
 
     found: dict[str, Found] = {}
     asked: list[str] = []
@@ -186,7 +186,7 @@ def _remove(journal: Journal, chosen: list[Found], yes: bool) -> dict[str, Clean
 
 
 def _removed(journal: Journal, collector: Collector, remains: Remains) -> Cleaned:
-    from skyward.nodes.cleaning import clean_remains
+    from skyward.nodes.cleanup import clean_remains
 
     removing = functools.partial(clean_remains, journal, collector, remains)
     return attempted(remains.pool, remains.name, removing)

@@ -17,7 +17,7 @@ from skyward.errors import ConfigurationError, PoolError
 from skyward.providers import money
 
 if TYPE_CHECKING:
-    from skyward.nodes.cleaning import Cleaned
+    from skyward.nodes.cleanup import Cleaned
     from skyward.nodes.journal import PoolRecord
 
 
@@ -40,7 +40,7 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
     if forget and name is None:
         raise click.UsageError("--forget: give the name of the pool that is to be forgotten")
     from skyward.nodes import keeping
-    from skyward.nodes.cleaning import clean, matching
+    from skyward.nodes.cleanup import clean, matching
     from skyward.nodes.journal import Journal
     from skyward.nodes.occupancy import end, recorded_pools
 
@@ -120,7 +120,7 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
 
 def attempted(pool: str, name: str, clean: Callable[[], Cleaned]) -> Cleaned:
     """Remove a pool; if that fails altogether, the others are removed all the same."""
-    from skyward.nodes.cleaning import Cleaned
+    from skyward.nodes.cleanup import Cleaned
 
     try:
         return clean()

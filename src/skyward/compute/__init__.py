@@ -25,7 +25,7 @@ from skyward.classes import Making
 from skyward.closing import close_despite_interrupts, not_instead_of
 from skyward.compute.arguments import new_name, resolve, restored
 from skyward.compute.broadcasting import broadcast
-from skyward.compute.choosing import Candidate, Choose, Failures, Spec, check_choice, ordered
+from skyward.compute.choice import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.configured import arguments_of
 from skyward.compute.kept_values import KeptValue, KeptValues, check_name
 from skyward.compute.listening import Listening, OnEvent, check_callback

@@ -14,11 +14,11 @@ from typing import Any
 
 from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
-from skyward.calls.packing import blob_room
-from skyward.compute.choosing import Spec
+from skyward.calls.packer import blob_room
+from skyward.compute.choice import Spec
 from skyward.console.cells import kernel_shell
 from skyward.errors import ConfigurationError
-from skyward.files.mounting import PACKAGES
+from skyward.files.mounts import PACKAGES
 from skyward.nodes import keeping
 from skyward.nodes.deliveries import SentFolder
 from skyward.nodes.keeping import KeptPool

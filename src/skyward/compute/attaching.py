@@ -14,7 +14,7 @@ from skyward.compute.listening import OnEvent, check_callback
 from skyward.context import POOL_VARIABLE
 from skyward.errors import ConfigurationError, PoolError
 from skyward.nodes import keeping
-from skyward.nodes.cleaning import REMOVE_SECONDS, Cleaned, halt
+from skyward.nodes.cleanup import REMOVE_SECONDS, Cleaned, halt
 from skyward.nodes.journal import Journal, PoolRecord
 from skyward.nodes.keeper import note_pool
 from skyward.nodes.keeping import KeptPool

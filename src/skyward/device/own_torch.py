@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from skyward.device import build, operators, properties, torch_build
-from skyward.device.graphs import running as graphs
+from skyward.device.graphs import runner as graphs
 from skyward.device.torch_build import TorchBuild
 from skyward.worker.process import Show
 

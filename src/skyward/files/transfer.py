@@ -21,7 +21,7 @@ import msgspec
 from skyward.console.measures import size as shown_size
 from skyward.errors import ConfigurationError, NodeLostError, PoolError, ProtocolError
 from skyward.files.items import FileItem, Listing, decode, encode, parents
-from skyward.files.scanning import Scanner, digest_of, holds
+from skyward.files.scanner import Scanner, digest_of, holds
 from skyward.files.tree import Tree, blocked
 from skyward.wire import messages
 from skyward.wire.asking import ServiceConnection, whole_of

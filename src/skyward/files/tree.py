@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from skyward.files.items import FileItem, check_items, parents
-from skyward.files.scanning import holds
+from skyward.files.scanner import holds
 
 STAGING = ".skyward-"
 """How the names of folders begin in which files wait until all have come."""

@@ -19,8 +19,8 @@ import xxhash
 
 from skyward.errors import PoolError, ProtocolError
 from skyward.files.items import FileItem, Listing, check_names
-from skyward.files.mounting import PACKAGES, Mount, mount
-from skyward.files.scanning import Scanner, digest_of
+from skyward.files.mounts import PACKAGES, Mount, mount
+from skyward.files.scanner import Scanner, digest_of
 from skyward.files.transfer import Told
 
 AT_ONCE = 8

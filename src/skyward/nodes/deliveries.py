@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyward.errors import PoolError, SkywardError
 from skyward.files.items import FileItem, Listing
-from skyward.files.scanning import Scanner
+from skyward.files.scanner import Scanner
 from skyward.files.transfer import Synced, bring, send
 from skyward.spec import Volume
 from skyward.wire.asking import ServiceConnection

@@ -18,7 +18,7 @@ from typing import Any
 
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.loop import Loop
-from skyward.calls.packing import Packer
+from skyward.calls.packer import Packer
 from skyward.calls.prospects import Prospects
 from skyward.calls.relays import Relays
 from skyward.calls.task import Task
@@ -46,7 +46,7 @@ from skyward.nodes.keeping import KeptNode, KeptPool
 from skyward.nodes.ledger import Ledger
 from skyward.nodes.node import PING_SECONDS, Node, NodeView, Roster
 from skyward.nodes.occupancy import check_jobs
-from skyward.nodes.preparing import Preparer
+from skyward.nodes.preparation import Preparer
 from skyward.nodes.provider_loop import connecting
 from skyward.nodes.reaching import Adoption, lock
 from skyward.nodes.spec import PoolSpec

@@ -15,7 +15,7 @@ import msgspec
 from skyward.console.measures import duration, size
 from skyward.errors import NodeLostError, PoolError, SkywardError
 from skyward.nodes import keeping
-from skyward.nodes.cleaning import Cleaned, clean, halt
+from skyward.nodes.cleanup import Cleaned, clean, halt
 from skyward.nodes.deliveries import Deliveries, SentFolder
 from skyward.nodes.journal import Journal, MachineRecord, PoolRecord
 from skyward.nodes.keeping import KeptPool

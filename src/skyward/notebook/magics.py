@@ -16,7 +16,7 @@ from skyward.compute import Compute, entered_computes
 from skyward.errors import ConfigurationError, PoolClosedError
 from skyward.functions import Function, active, current
 from skyward.notebook.cell import CellResult, cell_call
-from skyward.notebook.reading import read_cell, wanted_names
+from skyward.notebook.reader import read_cell, wanted_names
 
 _USAGE = "%%sky [--on POOL] [--node NODE | --all] [-o NAMES] [--timeout SECONDS]"
 

@@ -16,7 +16,7 @@ import msgspec
 from skyward.closing import Closing
 from skyward.errors import PoolError
 from skyward.files.items import FileItem, decode, encode, parents
-from skyward.files.scanning import Scanner
+from skyward.files.scanner import Scanner
 from skyward.files.transfer import PIECE, Told, arriving, listed, look, pieces
 from skyward.files.tree import STAGING, Tree
 from skyward.files.volumes import NodeVolume

@@ -1,4 +1,4 @@
-"""Mounting: buckets and file servers at a path of the node, with the programs that the node has."""
+"""Mounts: buckets and file servers at a path of the node, with the programs that the node has."""
 
 from __future__ import annotations
 

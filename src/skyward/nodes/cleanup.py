@@ -1,4 +1,4 @@
-"""Cleaning: removes the machines of a pool whose client does not remove them."""
+"""The cleanup: removes the machines of a pool whose client does not remove them."""
 
 from __future__ import annotations
 

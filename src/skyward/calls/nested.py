@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from skyward import handles, instances
 from skyward.calls.lane import PROMPT_BYTES, Lane
 from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
-from skyward.calls.sending import Sending
+from skyward.calls.senders import Sending
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import Answer, Failed, Streaming, Task, Value
 from skyward.errors import PoolClosedError, PoolError, RemoteError

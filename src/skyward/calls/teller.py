@@ -1,4 +1,4 @@
-"""Telling: the events of a pool's calls, for its listeners and traces."""
+"""The teller: the events of a pool's calls, for its listeners and traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing: calls as spans of OpenTelemetry, in programs that have set it up."""
+"""Spans: calls as those of OpenTelemetry, in programs that have set it up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparing workers: a worker enters the plugins' hooks before it gets its first task.
+"""The preparation of workers: each enters the plugins' hooks before it gets its first task.
 
 The workers of a distributed plugin are prepared together, as one group. A process joins only one
 group: when a member is lost, or the pool's size changes, each other member is replaced when it is

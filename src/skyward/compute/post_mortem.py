@@ -1,4 +1,4 @@
-"""Debugging: a person looks at the frames of a task that has failed on its worker."""
+"""A post-mortem: a person looks at the frames of a task that has failed on its worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sending: the threads that send what is too large for the caller or the loop to wait for.
+"""Senders: the threads that send what is too large for the caller or the loop to wait for.
 
 A pool has threads of its own, and a lane has one of them at a time. A send that has begun when its
 executor is cut off waits for as long as the outage: its thread does not count among those that the

@@ -1,4 +1,4 @@
-"""Scanning: what a folder holds now; a file is read again only when its time or size changed."""
+"""The scanner: what a folder holds now; a file is read again only when its time or size changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing: calls, code and data become parcels; large buffers are hashed and kept."""
+"""The packer: calls, code and data become parcels; large buffers are hashed and kept."""
 
 from __future__ import annotations
 

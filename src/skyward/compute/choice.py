@@ -1,4 +1,4 @@
-"""Choosing: pools of which one is enough, tried in the user's order or the cheapest first."""
+"""The choice between pools of which one is enough: in the user's order, or the cheapest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a cell: which names it takes from the notebook, and its code as a function."""
+"""The reader of a cell: which names it takes from the notebook, and its code as a function."""
 
 from __future__ import annotations
 
