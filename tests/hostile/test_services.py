@@ -65,14 +65,14 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("files", "take", {"root": "/tmp", "new": "x", "mode": 0o7777}),
     ("files", "follow", {"root": "/dev/null"}),
     ("files", "mount", {"source": "x"}),
-    ("calls", "walk", {}),
-    ("calls", "submit", {"name": 3, "function": "f", "command": ["true"]}),
-    ("calls", "look", {"name": "../../etc"}),
-    ("calls", "cancel", {"name": ["x"]}),
-    ("calls", "forget", {}),
-    ("calls", "read", {"name": "x"}),
-    ("calls", "ended", {"since": -1}),
-    ("calls", "serve", {"client": 3}),
+    ("jobs", "start", {"name": 3, "function": "f", "command": ["true"]}),
+    ("jobs", "look", {"job": "../../etc", "kind": "call"}),
+    ("jobs", "look", {"job": "x", "kind": "runner"}),
+    ("jobs", "forget", {}),
+    ("jobs", "readable", {"since": -1}),
+    ("jobs", "serve", {"client": 3}),
+    ("jobs", "serve", {"job": "x"}),
+    ("jobs", "follow", {"job": "x", "log": "../job.json"}),
     ("jobs", "start", {"name": 3, "command": ["true"]}),
     ("jobs", "cancel", {"job": "../../etc"}),
     ("jobs", "follow", {"job": "x", "tail": -1}),
@@ -163,8 +163,8 @@ def test_a_client_that_leaves_within_a_question_leaves_nothing(
 ) -> None:
     with pool.service(0, "jobs") as connection:
         connection.send("start", name="x", command=["true"])
-    with pool.service(0, "calls") as connection:
-        connection.send("submit", name="x", function="f", command=["true"])
+    with pool.service(0, "jobs") as connection:
+        connection.send("start", name="x", function="f", command=["true"])
         connection.send("part", b"x")
     with pool.service(0, "files") as connection:
         connection.send("take", root=str(tmp_path), new="x", mode=0o755)

@@ -12,13 +12,13 @@ import pytest
 
 import skyward as sky
 from skyward.calls.task import Failed, Streaming
-from skyward.compute.named import items, outcomes
-from skyward.compute.named.items import AGAIN_SECONDS, ItemStreams
-from skyward.compute.named.runner import NamedRun
+from skyward.compute import named
+from skyward.compute.named import AGAIN_SECONDS, NamedCalls
+from skyward.compute.runner import NamedRun, Settled, write_items
 from skyward.errors import WorkerDiedError
-from skyward.worker.kept_jobs import JobView
+from skyward.worker.jobs import Job
 
-CALL = JobView("slow", "running", ["count"], 0.0, 0.0, "")
+CALL = Job("slow", "call", ["count"], 0.0, "")
 
 
 class Clock:
@@ -36,11 +36,18 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(items, "time", clock)
+    monkeypatch.setattr(named, "time", clock)
     return clock
 
 
-def test_a_slow_generator_may_be_cut_off_any_number_of_times() -> None:
+@pytest.fixture
+def calls() -> NamedCalls:
+    return NamedCalls(SimpleNamespace(closed=False, head=0, record=None))  # type: ignore[arg-type]
+
+
+def test_a_slow_generator_may_be_cut_off_any_number_of_times(
+    calls: NamedCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Agent:
         opened = 0
 
@@ -49,7 +56,7 @@ def test_a_slow_generator_may_be_cut_off_any_number_of_times() -> None:
         def next_part(self) -> Any:
             if self.opened < 5:
                 raise sky.NodeLostError("cut")
-            ended = JobView("slow", "failed", ["count"], 0.0, 0.0, "", problem="after five")
+            ended = Job("slow", "call", ["count"], 0.0, "", "", "failed", problem="after five")
             return SimpleNamespace(more=False, value=ended), bytearray()
 
     agent = Agent()
@@ -59,19 +66,23 @@ def test_a_slow_generator_may_be_cut_off_any_number_of_times() -> None:
         agent.opened += 1
         yield agent
 
+    monkeypatch.setattr(calls, "_asking", asking)
     with pytest.raises(sky.errors.PoolError, match="slow has no result: after five"):
-        next(ItemStreams(asking).items(CALL, 0))
+        next(calls._items(CALL, 0))
 
 
-def test_a_head_that_stays_out_of_reach_is_an_error() -> None:
+def test_a_head_that_stays_out_of_reach_is_an_error(
+    calls: NamedCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tries = []
 
     def asking() -> Any:
         tries.append(1)
         raise sky.NodeLostError("out of reach")
 
+    monkeypatch.setattr(calls, "_asking", asking)
     with pytest.raises(sky.NodeLostError, match="out of reach"):
-        next(ItemStreams(asking).items(CALL, 0))
+        next(calls._items(CALL, 0))
     assert len(tries) == 3
 
 
@@ -90,15 +101,15 @@ def test_an_item_is_on_the_disk_before_the_next_one_is_asked_for(tmp_path: Path)
 
     path = tmp_path / "stream-0"
     with path.open("wb") as file:
-        outcomes.write_items(file, Items())  # type: ignore[arg-type]
+        write_items(file, Items())  # type: ignore[arg-type]
     assert path.stat().st_size >= 30_000
 
 
 def test_a_call_whose_output_cannot_be_written_fails_alone(tmp_path: Path) -> None:
     (tmp_path / "output").write_text("no folder")
-    end = NamedRun(None, "full", tmp_path, str).run()  # type: ignore[arg-type]
-    assert end.state == "failed"
-    assert end.problem.startswith("its output could not be written: ")
+    state, problem = NamedRun(None, "full", tmp_path, str).run()  # type: ignore[arg-type]
+    assert state == "failed"
+    assert problem.startswith("its output could not be written: ")
 
 
 class Untaken:
@@ -124,7 +135,7 @@ class StreamingTask:
 
 def test_a_stream_whose_file_cannot_be_opened_is_closed(tmp_path: Path) -> None:
     fleet = SimpleNamespace(dispatcher=SimpleNamespace(flush_output=lambda task: None))
-    (tmp_path / "stream-0").mkdir()
+    (tmp_path / "stream-0").write_text("no folder")
     task: Any = StreamingTask()
     NamedRun(fleet, "full", tmp_path, str)._settled(0, task, (0, 0))  # type: ignore[arg-type]
     assert task.stream.closed
@@ -135,12 +146,12 @@ def test_a_stream_whose_result_cannot_be_written_is_not_told(tmp_path: Path) -> 
     run = NamedRun(None, "full", tmp_path, told.append)  # type: ignore[arg-type]
     task: Any = StreamingTask()
     run._tasks = [task]
-    (tmp_path / "result").mkdir()
-    run._answered(0, outcomes.Settled(0, 0, task.wait()))
+    (tmp_path / "result").write_text("no folder")
+    run._answered(0, Settled(0, 0, task.wait()))
     assert told == []
-    (tmp_path / "result").rmdir()
+    (tmp_path / "result").unlink()
     run._unwritten = None
-    run._answered(0, outcomes.Settled(0, 0, task.wait()))
+    run._answered(0, Settled(0, 0, task.wait()))
     assert told == ["full"]
 
 
@@ -150,7 +161,7 @@ def test_a_broadcast_that_is_cancelled_before_it_runs_again_has_a_result(tmp_pat
     run._ranks = SimpleNamespace(why_again=lambda: died.problem)  # type: ignore[assignment]
     run._tasks = [SimpleNamespace()]  # type: ignore[list-item]
     run.cancelled = True
-    run._answered(0, outcomes.Settled(0, 0, died))
+    run._answered(0, Settled(0, 0, died))
     assert not (tmp_path / "result").exists(), "all ranks run again"
     (answer,) = run._run([(0, 0)], run._tasks)
     assert isinstance(answer, Failed)

@@ -16,8 +16,7 @@ from skyward.compute.workbench import jobs
 from skyward.compute.workbench.jobs import JobOutput
 from skyward.errors import PoolError
 from skyward.nodes.fleet import Fleet
-from skyward.worker import kept_jobs, output_log
-from skyward.worker.kept_jobs import JobView, KeptJobs
+from skyward.worker.jobs import Job
 
 Eventually = Callable[..., None]
 
@@ -40,7 +39,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
     return write
 
 
-def output_of(pool: Fleet, job: str, tail: int | None = None) -> tuple[bytes, JobView]:
+def output_of(pool: Fleet, job: str, tail: int | None = None) -> tuple[bytes, Job]:
     with contextlib.closing(JobOutput(pool, 0, job, tail=tail)) as output:
         data = b"".join(part for _, part in output.parts())
     assert output.job is not None
@@ -170,68 +169,6 @@ def test_names_and_commands_that_cannot_be_are_refused(running: Fleet) -> None:
         jobs.start_script(running, 0, Path("nowhere.py"))
 
 
-def test_a_long_output_loses_its_beginning_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: Fleet
-) -> None:
-    monkeypatch.setattr(kept_jobs, "OUTPUT_KEPT", 8000)
-    kept = KeptJobs(tmp_path / "jobs")
-    try:
-        job = kept.start(
-            "loud",
-            ["seq", "1", "100000"],
-            working_directory=str(tmp_path),
-            environment=dict(os.environ),
-        )
-        folder = Path(kept.get(job).folder)
-        while kept.get(job).state == "running":
-            pass
-        size = sum(each.stat().st_size for each in (folder / "output").iterdir())
-        assert 8000 <= size < 4 * 8000
-        position, data = everything(folder)
-        assert position > 500_000
-        assert data.endswith(b"\n99999\n100000\n")
-        assert data[: data.index(b"\n")].isdigit()
-    finally:
-        kept.close()
-
-
-def everything(folder: Path) -> tuple[int, bytes]:
-    begin, data = output_log.read(folder / "output", 0, 1 << 20)
-    end = begin + len(data)
-    while more := output_log.read(folder / "output", end, 1 << 20)[1]:
-        data, end = data + more, end + len(more)
-    return begin, data
-
-
-def test_a_job_is_found_by_its_id_before_another_by_its_name(tmp_path: Path) -> None:
-    kept = KeptJobs(tmp_path / "jobs")
-    try:
-        for name in ("fit", "fit-1"):
-            kept.start(
-                name, ["true"], working_directory=str(tmp_path), environment=dict(os.environ)
-            )
-        assert kept.get("fit-1").id == "fit-1"
-        assert kept.get("fit-1-2").id == "fit-1-2"
-        assert kept.get("fit").id == "fit-1"
-    finally:
-        kept.close()
-
-
-def test_only_so_many_ended_jobs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_jobs, "KEPT", 2)
-    kept = KeptJobs(tmp_path / "jobs")
-    try:
-        for _ in range(4):
-            kept.start(
-                "one", ["true"], working_directory=str(tmp_path), environment=dict(os.environ)
-            )
-            while kept.running:
-                pass
-    finally:
-        kept.close()
-    assert [each.id for each in kept.all()] == ["one-3", "one-4"]
-
-
 def test_a_job_ends_with_a_killed_agent(
     script: Callable[[str], Path], eventually: Eventually
 ) -> None:
@@ -248,16 +185,3 @@ def test_a_job_ends_with_a_killed_agent(
             with pytest.raises(sky.NodeLostError, match="agent of node 0 is gone, and its jobs"):
                 list(parts)
         eventually(lambda: not psutil.pid_exists(pid))
-
-
-def test_a_job_whose_agent_has_ended_is_lost_for_the_next_agent(tmp_path: Path) -> None:
-    before = KeptJobs(tmp_path / "jobs")
-    before.start(
-        "fit", ["sleep", "600"], working_directory=str(tmp_path), environment=dict(os.environ)
-    )
-    before.close()
-
-    (found,) = KeptJobs(tmp_path / "jobs").all()
-
-    assert found.state == "lost"
-    assert found.problem == "it ended with the node's agent, which was killed or stopped"

@@ -27,7 +27,7 @@ from skyward.wire.messages import (
     OpenDevice,
     Written,
 )
-from skyward.worker import limits, supervision
+from skyward.worker import process, supervision
 from skyward.worker.agent import Agent
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses, NodeDevices
@@ -71,29 +71,6 @@ def test_an_executor_killed_by_a_real_time_signal_is_told(nothing_left: None) ->
         with pytest.raises(sky.WorkerDiedError, match=f"killed by signal {int(REAL_TIME)}"):
             die() >> compute
         assert sky.function(abs)(-1) >> compute == 1
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> AgentConfig:
-    return AgentConfig(
-        pool="pool",
-        node=0,
-        address="unix",
-        folder=str(tmp_path),
-        workers=1,
-        slots=1,
-        threads=False,
-        compute_pool=[""],
-        visible=[""],
-        env={},
-        search_path=sys.path,
-        working_directory=str(tmp_path),
-        orphan_timeout=60.0,
-        client_pid=0,
-        credentials=None,
-        blob_cap=1 << 20,
-        plugged=False,
-    )
 
 
 def test_an_agent_ends_when_its_time_to_live_is_over(config: AgentConfig) -> None:
@@ -180,7 +157,7 @@ def test_more_processes_than_a_node_can_have_are_refused_before_the_first(
     config: AgentConfig, monkeypatch: pytest.MonkeyPatch, memory: float, files: int, reason: str
 ) -> None:
     monkeypatch.setattr(supervision, "memory_there", lambda: memory)
-    monkeypatch.setattr(limits, "raise_descriptors", lambda wanted: files)
+    monkeypatch.setattr(process, "raise_descriptors", lambda wanted: files)
     config.slots = 100
     told: list[Message] = []
     executors = ExecutorProcesses(config, told.append, queue.SimpleQueue())

@@ -68,7 +68,7 @@ def test_a_node_may_ask_only_what_is_for_nodes(pool: Fleet) -> None:
 
 def test_a_page_that_cannot_be_served_says_why(pool: Fleet) -> None:
     with pool.service(0, "page") as page:
-        with pytest.raises(PoolError, match=r"'\.\./key' is no place in the page's folder"):
+        with pytest.raises(PoolError, match=r"'\.\./key' is no place in a job's folder"):
             page.ask("open", name="none", private={"../key": "x"})
         with pytest.raises(PoolError, match=r"File name too long"):
             page.ask("open", name="none", private={"x" * 300: "x"})

@@ -26,7 +26,7 @@ from skyward.console.measures import duration, size
 if TYPE_CHECKING:
     from skyward.compute.workbench import Reachable
     from skyward.nodes.reaching import ReachedPool
-    from skyward.worker.kept_jobs import JobView
+    from skyward.worker.jobs import Job
     from skyward.worker.task_output import TaskLine
 
 
@@ -60,7 +60,7 @@ def show_jobs(name: str) -> None:
     output.table(HEADS, [job_row(each) for each in found], right=("code", "took"))
 
 
-def job_row(job: JobView) -> tuple[object, ...]:
+def job_row(job: Job) -> tuple[object, ...]:
     """A job as a row of a table."""
     began = output.moment(datetime.fromtimestamp(job.began, UTC))
     code = "" if job.code is None else exit_code(job)
@@ -350,11 +350,11 @@ def follow_job(
     return exit_code(ended)
 
 
-def _print_document(job: JobView, collected: bytearray) -> None:
+def _print_document(job: Job, collected: bytearray) -> None:
     output.as_json(job_document(job) | {"output": collected.decode("utf-8", "replace")})
 
 
-def job_document(job: JobView) -> dict[str, object]:
+def job_document(job: Job) -> dict[str, object]:
     """A job, for programs."""
     return {
         "id": job.id,
@@ -370,14 +370,14 @@ def job_document(job: JobView) -> dict[str, object]:
     }
 
 
-def exit_code(job: JobView) -> int:
+def exit_code(job: Job) -> int:
     """The exit code of a job that has ended, as a shell tells it."""
     if job.code is None:
         return 0 if job.state == "done" else FAILED
     return job.code
 
 
-def ending(job: JobView) -> str:
+def ending(job: Job) -> str:
     """How a job has ended, in words."""
     failure = job.problem if job.kind == "call" else f"exit code {exit_code(job)}"
     reason = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from skyward.nodes.journal import PoolRecord
     from skyward.nodes.keeping import KeptNode, KeptPool
     from skyward.nodes.occupancy import Occupancy
-    from skyward.worker.kept_jobs import JobView
+    from skyward.worker.jobs import Job
 
     NodeWorkers = tuple[KeptNode, int | None]
 
@@ -116,7 +116,7 @@ def _show_pool(name: str) -> None:
     _section("values", ("value", "node", "device", "size"), values, ("node", "size"))
 
 
-def _asked(record: KeptPool) -> tuple[list[NodeWorkers], list[JobView]]:
+def _asked(record: KeptPool) -> tuple[list[NodeWorkers], list[Job]]:
     """The nodes with the number of their worker processes, None if they do not answer; the jobs."""
     from skyward.compute.workbench.jobs import jobs_of
     from skyward.nodes.reaching import ReachedPool
@@ -134,7 +134,7 @@ def _asked(record: KeptPool) -> tuple[list[NodeWorkers], list[JobView]]:
     try:
         with ReachedPool(record) as pool, ThreadPoolExecutor(AT_ONCE) as asking:
             nodes = list(zip(record.nodes, asking.map(workers, record.nodes), strict=True))
-            jobs: list[JobView] = []
+            jobs: list[Job] = []
             with contextlib.suppress(*problems):
                 jobs = jobs_of(pool, record.head)
             return nodes, jobs
@@ -171,7 +171,7 @@ def _value_row(value: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _pool_document(
-    record: KeptPool, now: Occupancy, nodes: list[NodeWorkers], jobs: list[JobView]
+    record: KeptPool, now: Occupancy, nodes: list[NodeWorkers], jobs: list[Job]
 ) -> dict[str, object]:
     return {
         "id": record.id,

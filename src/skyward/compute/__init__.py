@@ -30,7 +30,7 @@ from skyward.compute.configured import arguments_of
 from skyward.compute.kept_values import KeptValue, KeptValues, check_name
 from skyward.compute.listening import Listening, OnEvent, check_callback
 from skyward.compute.making import make, make_everywhere, make_later
-from skyward.compute.named.client import NamedCall, NamedCalls
+from skyward.compute.named import NamedCall, NamedCalls
 from skyward.compute.snapshot import snapshot, unstarted
 from skyward.compute.stats import Stats, done, quoted, readiness, stats_of, without_end
 from skyward.console import console_for

@@ -17,7 +17,7 @@ from skyward.device.own_torch import OwnTorch
 from skyward.device.peers import Peers
 from skyward.device.visit import NobodyCameError, Visit
 from skyward.wire.identity import Credentials
-from skyward.worker import lifeline, limits
+from skyward.worker import process
 from skyward.worker.config import DeviceConfig
 from skyward.worker.inspection import Inspection
 
@@ -25,8 +25,8 @@ from skyward.worker.inspection import Inspection
 def main() -> None:
     """Announce the endpoint, and serve one client after the other."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=DeviceConfig)
-    lifeline.hold(config.lifeline, Inspection(config.stacks).answer)
-    limits.raise_descriptors()
+    process.hold_lifeline(config.lifeline, Inspection(config.stacks).answer)
+    process.raise_descriptors()
     sys.path[:] = config.search_path
 
     def announce(said: dict[str, object]) -> None:

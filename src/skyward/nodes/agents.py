@@ -15,8 +15,9 @@ import msgspec
 
 from skyward.errors import PoolStartError
 from skyward.providers import Equipment, Machine
-from skyward.worker import detached, lifeline
+from skyward.worker import detached
 from skyward.worker.config import AgentConfig
+from skyward.worker.process import kill_group
 
 START_SECONDS = 60.0
 LOOK_SECONDS = 0.02
@@ -199,7 +200,7 @@ class DetachedAgent:
             if not await self._ended(TERMINATE_SECONDS):
                 pid = self.pid
                 if pid:
-                    lifeline.cut(pid)
+                    kill_group(pid)
 
     async def _ended(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

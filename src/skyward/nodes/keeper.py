@@ -36,7 +36,7 @@ from skyward.wire.identity import (
     SavedAuthority,
 )
 from skyward.wire.messages import Members
-from skyward.worker.kept_jobs import JOB
+from skyward.worker.jobs import JOB
 
 COMMAND_LENGTH = 200
 LOOK_SECONDS = 0.2

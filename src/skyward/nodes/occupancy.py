@@ -28,7 +28,7 @@ from skyward.nodes.reaching import (
 )
 from skyward.providers import Provider, stops
 from skyward.wire.asking import ServiceConnection
-from skyward.worker.kept_jobs import JOB, JobView
+from skyward.worker.jobs import JOB, Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ def check_jobs(
     for node in nodes:
         with contextlib.suppress(NodeLostError, OSError, EOFError):
             with service(node, "jobs") as connection:
-                jobs = msgspec.convert(connection.ask("list"), list[JobView])
+                jobs = msgspec.convert(connection.ask("list"), list[Job])
             found += [
                 f"{job.id} of {job.by or 'an unknown user'} on node {node}"
                 for job in jobs

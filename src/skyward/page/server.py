@@ -4,7 +4,8 @@ The standard library's server is enough: a page has few viewers, and each needs 
 waits. A pool then needs no further package to be looked at.
 
 As a program, it serves the page of a kept pool on the loopback of the pool's head node. The agent
-there starts it, and carries the connections of those who look. It prints its port and token.
+there starts it as a job, and carries the connections of those who look. It writes its port and its
+token into the job's folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import os
 import secrets
 import selectors
 import signal
@@ -23,6 +25,7 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -289,6 +292,8 @@ def main() -> None:
     # Imported here: a pool that serves its own page needs none of it.
     from skyward.nodes import keeping
     from skyward.page.gathering import Gathering
+    from skyward.worker.jobs import FOLDER
+    from skyward.worker.services.page import ANNOUNCED
 
     ended = threading.Event()
 
@@ -304,7 +309,11 @@ def main() -> None:
         sys.exit(str(problem))
     gathering = Gathering([name])
     server = PageServer(gathering, forwarded=True)
-    print(json.dumps({"port": server.port, "token": server.token}), flush=True)
+    announced = Path(os.environ[FOLDER], ANNOUNCED)
+    new = announced.with_suffix(".new")
+    new.touch(0o600)
+    new.write_text(json.dumps({"port": server.port, "token": server.token}))
+    new.rename(announced)
     ended.wait()
     server.close()
     gathering.close()

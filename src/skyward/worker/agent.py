@@ -43,8 +43,7 @@ from skyward.wire.messages import (
 from skyward.wire.versions import my_versions
 from skyward.worker import detached, hooks
 from skyward.worker.config import AgentConfig
-from skyward.worker.kept_calls import KeptCalls
-from skyward.worker.kept_jobs import KeptJobs
+from skyward.worker.jobs import Jobs
 from skyward.worker.kept_values import NamedValues
 from skyward.worker.lease import PoolLease
 from skyward.worker.notices import Notices
@@ -66,30 +65,16 @@ class Agent:
         # Only the main thread starts processes: the kernel ends a child with its parent *thread*.
         self._starts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tenants = Tenants(config, self._starts)
-        self._hooks = hooks.Entered()
+        self._jobs = Jobs(config, self._tenants.log.changes)
+        self._hooks = hooks.Entered(self._jobs)
         self._entering = threading.Lock()
         self._entered: bytes | None = None
         """The plugins' hooks that were entered for the node."""
         self._values = NamedValues(config.folder, self._tenants.node_devices)
         self._notices = Notices(config.notice, self._tenants.tell)
-        calls = Path(config.folder, "calls")
-        changes = self._tenants.log.changes
-        self._jobs = KeptJobs(Path(config.folder, "jobs"), others=calls, changes=changes)
-        runners = KeptJobs(
-            Path(config.folder, "runners"), on_end=lambda job: self._calls.runner_ended(job)
-        )
-        self._calls = KeptCalls(calls, self._jobs, runners, changes)
         self._use = PoolUse(config, lambda: self._tenants.compute_pool[0])
         self._services = Services(
-            ServedNode(
-                config,
-                self._tenants,
-                self._jobs,
-                PoolLease(),
-                self._values,
-                self._calls,
-                runners,
-            )
+            ServedNode(config, self._tenants, self._jobs, PoolLease(), self._values)
         )
         credentials = Credentials(*config.credentials) if config.credentials else None
         where = config.place("agent.sock", for_peers=True)
@@ -127,7 +112,7 @@ class Agent:
     @property
     def _working(self) -> bool:
         """Whether the node works for somebody who is no client of it."""
-        return bool(self._jobs.running) or self._calls.working or self._services.used
+        return self._jobs.working or self._services.used
 
     def end(self) -> None:
         """Make `serve` kill the executors and return; safe in a signal handler."""

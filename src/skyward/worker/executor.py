@@ -52,7 +52,7 @@ from skyward.wire.messages import (
     Share,
     Topology,
 )
-from skyward.worker import failures, hooks, lifeline, limits
+from skyward.worker import failures, hooks, process
 from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.debugging import Debuggers
@@ -431,7 +431,7 @@ class Executor:
     def serve(self) -> None:
         """Run tasks until the agent ends the process."""
         signal.signal(signal.SIGINT, self._interrupts.on_signal)
-        signal.signal(lifeline.LEAVE, self._on_leave)
+        signal.signal(process.LEAVE, self._on_leave)
         try:
             self._client.wait()
             self._serve()
@@ -461,7 +461,7 @@ class Executor:
             self._read_one()
 
     def _on_leave(self, *_: object) -> None:
-        signal.signal(lifeline.LEAVE, signal.SIG_IGN)
+        signal.signal(process.LEAVE, signal.SIG_IGN)
         raise Leave
 
     def _prepare(self, prepare: Prepare) -> None:
@@ -546,8 +546,8 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    lifeline.hold(config.lifeline, Inspection(config.stacks).answer)
-    limits.raise_descriptors()
+    process.hold_lifeline(config.lifeline, Inspection(config.stacks).answer)
+    process.raise_descriptors()
     sys.path[:] = config.search_path
     # PyTorch works without numpy, and a script that needs numpy fails when it imports numpy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")

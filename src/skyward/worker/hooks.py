@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +15,13 @@ import msgspec
 from skyward.context import InstanceInfo
 from skyward.errors import PluginError
 from skyward.objects import encoding
-from skyward.worker.commands import Commands
 
 if TYPE_CHECKING:
     from skyward.plugins.plugin import Around, Decorate
+    from skyward.worker.jobs import Jobs
+
+COMMAND_SECONDS = 1800.0
+"""How long one command may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +55,12 @@ def decode(data: bytes) -> list[Hooks]:
 class Entered:
     """The hooks of one process, once they are entered."""
 
-    def __init__(self) -> None:
+    def __init__(self, jobs: Jobs | None = None) -> None:
+        """`jobs` are the node's, in its agent: only there plugins have commands."""
         self._stack = contextlib.ExitStack()
-        self._commands = Commands()
+        self._jobs = jobs
+        self._commands: list[str] = []
+        """The jobs that run the commands, and hold the daemons that these leave behind."""
         self._ending = False
         self.decorators: list[tuple[str, Decorate]] = []
 
@@ -67,9 +75,7 @@ class Entered:
                 plugin = hooks.plugin
                 hook = "bootstrap"
                 for command in hooks.commands:
-                    if self._ending:
-                        raise InterruptedError("the node is ending")
-                    self._commands.run(command)
+                    self._run(plugin, command)
                 hook = "around hook"
                 if hooks.around is not None:
                     self._stack.enter_context(entered(hooks.around, info))
@@ -83,15 +89,46 @@ class Entered:
                 traceback.print_exc()
             raise PluginError(_told(plugin, hook, problem)) from problem
 
+    def _run(self, plugin: str, command: str) -> None:
+        """Run a shell command as a job; a daemon that it starts lives as long as the node."""
+        jobs = self._jobs
+        if self._ending or jobs is None:
+            raise InterruptedError("the node is ending")
+        job = jobs.begin(re.sub(r"[^A-Za-z0-9_-]", "_", plugin)[:40], "daemon")
+        self._commands.append(job.id)
+        jobs.start(job, ["/bin/sh", "-c", command])
+        if self._is_ending():
+            jobs.end(job.id)
+        timer = threading.Timer(COMMAND_SECONDS, jobs.end, (job.id,))
+        timer.daemon = True
+        timer.start()
+        try:
+            ran = jobs.ran(job.id)
+        finally:
+            timer.cancel()
+        if ran.code is None:
+            raise InterruptedError(
+                f"`{command}` was ended: its node ends, or it ran longer than {COMMAND_SECONDS:g} s"
+            )
+        if ran.code:
+            raise RuntimeError(
+                f"`{command}` ended with exit status {ran.code}:\n{jobs.last_words(ran)}"
+            )
+
+    def _is_ending(self) -> bool:
+        return self._ending
+
     def leave(self) -> None:
         """End the command that runs, leave the hooks in reverse order, and end all daemons."""
         self._ending = True
-        if self._commands.running:
-            self._commands.close()
+        if self._jobs is None:
+            self._stack.close()
+            return
+        self._jobs.end(*(name for name in self._commands if self._jobs.is_running(name)))
         try:
             self._stack.close()
         finally:
-            self._commands.close()
+            self._jobs.end(*self._commands)
 
     def decorated(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function in all plugins' wrappers; the first plugin's wrapper is outermost."""

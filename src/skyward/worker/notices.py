@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from skyward.wire.messages import Message, Reclaim
-from skyward.worker import lifeline
+from skyward.worker.process import kill_group
 
 PAUSE_SECONDS = 10.0
 """How long the agent waits before it starts a module again that ended without a notice."""
@@ -59,7 +59,7 @@ class Notices:
         assert process.stdout is not None
         with process.stdin, process.stdout:
             found = next(filter(None, map(_read, process.stdout)), None)
-            lifeline.cut(process.pid)
+            kill_group(process.pid)
         process.wait()
         return found
 
@@ -68,7 +68,7 @@ class Notices:
         with self._lock:
             self._closed.set()
             if self._process is not None and self._process.poll() is None:
-                lifeline.cut(self._process.pid)
+                kill_group(self._process.pid)
         if self._thread.is_alive():
             self._thread.join()
 

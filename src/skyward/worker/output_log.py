@@ -76,6 +76,11 @@ def last_file(folder: Path) -> Path | None:
     return files[-1][1] if files else None
 
 
+def only_file(folder: Path) -> Path:
+    """The file of a log that is kept as a whole, for one who writes it by other means."""
+    return folder / f"{0:0{_DIGITS}}"
+
+
 def read(folder: Path, position: int, most: int) -> tuple[int, bytes]:
     """At most so many bytes from a position on, and the position at which they really begin.
 

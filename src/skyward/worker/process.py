@@ -1,20 +1,30 @@
-"""Child processes of an agent: how a child starts, announces itself, and how its end is told."""
+"""Child processes of an agent: how one starts, announces itself, ends with its agent, is told of.
+
+Each holds a lifeline, a pipe from the agent: when it closes, the child ends itself. A byte on it is
+the number of a question: where are you?
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any
 
 import msgspec
 
 from skyward import kernel
-from skyward.worker import lifeline
 
+LEAVE = signal.SIGUSR2
+"""The signal by which an executor leaves its hooks and ends; user code may use SIGTERM."""
 Show = Callable[[str, bool], None]
 """Shows a line, or, if the second value is true, a state that the next one replaces."""
 
@@ -102,7 +112,7 @@ class ChildProcess:
     def follow(self) -> int:
         """Wait for the end of the process, and end its group; call it only once."""
         code = self._process.wait()
-        lifeline.cut(self.pid)
+        kill_group(self.pid)
         os.close(self._lifeline)
         return code
 
@@ -119,7 +129,7 @@ class ChildProcess:
 
     def end(self) -> None:
         """Kill the process and everything that it started."""
-        lifeline.cut(self.pid)
+        kill_group(self.pid)
 
 
 def ending(code: int, *, out_of_memory: bool = False) -> str:
@@ -151,3 +161,54 @@ def oom_kills() -> int:
             if name == "oom_kill":
                 return int(count)
     return 0
+
+
+def kill_group(pid: int) -> None:
+    """Kill a process that leads a group, and everything in that group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+# In the child.
+
+
+def hold_lifeline(descriptor: int, asked: Callable[[int], None]) -> None:
+    """End this process and its group when the agent closes the pipe, or dies.
+
+    `asked` is called with the number of every question that the agent asks.
+    """
+    if kernel.IS_LINUX:
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    threading.Thread(
+        target=_watch, args=(descriptor, asked), name="skyward-lifeline", daemon=True
+    ).start()
+
+
+def _watch(descriptor: int, asked: Callable[[int], None]) -> None:
+    # First the answer to a question that nobody asked: it tells the agent which thread this is.
+    number = b"\0"
+    while number:
+        try:
+            asked(number[0])
+        except Exception:
+            # The process must still end with its agent, which notices that no answer comes.
+            traceback.print_exc(file=sys.__stderr__)
+        number = os.read(descriptor, 1)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def raise_descriptors(count: float = math.inf) -> float:
+    """Allow so many open files if the system permits it, and return how many are allowed now.
+
+    Each shared memory segment is an open file.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed, most = (math.inf if each == resource.RLIM_INFINITY else each for each in (soft, hard))
+    wanted = min(count, most)
+    if wanted <= allowed:
+        return allowed
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if wanted == most else int(wanted), hard))
+        return wanted
+    return allowed

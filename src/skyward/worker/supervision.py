@@ -23,7 +23,7 @@ import msgspec
 
 from skyward import context, kernel
 from skyward.wire.messages import ExecutorDown, ExecutorUp, Message, Written
-from skyward.worker import lifeline, limits, process, task_output
+from skyward.worker import process, task_output
 from skyward.worker.changes import Changes
 from skyward.worker.config import AgentConfig, ExecutorConfig
 from skyward.worker.output import PIPE_SIZE, LineCutter
@@ -358,7 +358,7 @@ def _too_many(count: int) -> str:
         least = count * OWN_BYTES / 1e9
         return f"{count} processes take at least {least:.3g} GB, and it has {memory / 1e9:.3g} GB"
     files = count * OWN_FILES + OTHER_FILES
-    allowed = limits.raise_descriptors(files)
+    allowed = process.raise_descriptors(files)
     if files > allowed:
         return (
             f"{count} processes take {files} open files of their agent, which may have {allowed} "
@@ -380,7 +380,7 @@ def _let_leave(executors: list[ExecutorProcess]) -> None:
     """Give executors time to leave their plugins' hooks."""
     deadline = time.monotonic() + LEAVE_SECONDS
     for executor in executors:
-        executor.process.signal(lifeline.LEAVE)
+        executor.process.signal(process.LEAVE)
     for executor in executors:
         with contextlib.suppress(subprocess.TimeoutExpired):
             executor.process.wait(max(0.0, deadline - time.monotonic()))

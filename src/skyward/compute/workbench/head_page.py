@@ -32,6 +32,7 @@ class HeadPage(Closing):
         except BaseException:
             self._connection.close()
             raise
+        self._job = str(told["job"])
         self.found = bool(told["found"])
         """Whether the page was served already."""
         self.address = f"http://127.0.0.1:{self._forwarding.port}"
@@ -48,7 +49,7 @@ class HeadPage(Closing):
     def wait(self) -> str:
         """Wait until the page has ended, and return why; `close` of another thread ends this."""
         try:
-            return str(self._connection.next_reply().value)
+            return str(self._connection.ask("wait", job=self._job))
         except (PoolError, EOFError, OSError) as problem:
             return f"the pool has ended, or cannot be reached: {problem}"
 

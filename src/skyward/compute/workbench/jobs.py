@@ -15,7 +15,7 @@ from skyward.compute.workbench import Reachable
 from skyward.errors import ConfigurationError, ImageError, NodeLostError
 from skyward.files import includes
 from skyward.wire.asking import PART
-from skyward.worker.kept_jobs import JobView
+from skyward.worker.jobs import Job
 
 
 def start_script(
@@ -82,19 +82,19 @@ def start(
             raise _lost(node, problem) from problem
 
 
-def jobs_of(pool: Reachable, node: int) -> list[JobView]:
+def jobs_of(pool: Reachable, node: int) -> list[Job]:
     """The jobs of a node, in the order of their start."""
-    return msgspec.convert(_ask(pool, node, "list"), list[JobView])
+    return msgspec.convert(_ask(pool, node, "list"), list[Job])
 
 
-def look_at(pool: Reachable, node: int, job: str) -> JobView:
+def look_at(pool: Reachable, node: int, job: str) -> Job:
     """The job of that id, or the latest of that name; `PoolError` if there is none."""
-    return msgspec.convert(_ask(pool, node, "look", job=job), JobView)
+    return msgspec.convert(_ask(pool, node, "look", job=job), Job)
 
 
-def cancel(pool: Reachable, node: int, job: str) -> JobView:
+def cancel(pool: Reachable, node: int, job: str) -> Job:
     """Interrupt a job; ten seconds later, what is left of it is killed."""
-    return msgspec.convert(_ask(pool, node, "cancel", job=job), JobView)
+    return msgspec.convert(_ask(pool, node, "cancel", job=job), Job)
 
 
 class JobOutput:
@@ -109,7 +109,7 @@ class JobOutput:
         self, pool: Reachable, node: int, job: str, *, tail: int | None = None, follow: bool = True
     ) -> None:
         """`tail` begins with the last so many lines."""
-        self.job: JobView | None = None
+        self.job: Job | None = None
         """The job as it is at the end of the output."""
         self._node = node
         self._connection = pool.service(node, "jobs")
@@ -125,7 +125,7 @@ class JobOutput:
             if reply.more:
                 yield int(reply.value["dropped"]), bytes(data)
             else:
-                self.job = msgspec.convert(reply.value, JobView)
+                self.job = msgspec.convert(reply.value, Job)
 
     def close(self) -> None:
         """Stop following; the job goes on."""

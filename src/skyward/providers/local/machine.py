@@ -20,7 +20,8 @@ from skyward.providers import Equipment, Machine, Order
 from skyward.providers.local.image import place_includes
 from skyward.spec import Image
 from skyward.wire.connecting import dial_here
-from skyward.worker import detached, lifeline
+from skyward.worker import detached
+from skyward.worker.process import kill_group
 
 _LEAVE_SECONDS = 8.0
 """How long the agent of a pool that stays has to end by itself."""
@@ -119,7 +120,7 @@ class LocalMachine(Machine):
             return status if status >= 0 else 128 - status
         finally:
             if process.returncode is None:
-                lifeline.cut(process.pid)
+                kill_group(process.pid)
                 await process.wait()
             leader.unlink(missing_ok=True)
 
@@ -134,7 +135,7 @@ class LocalMachine(Machine):
     async def destroy(self) -> None:
         """End the commands that run in the folder, and remove the folder."""
         for leader in self._folder.glob("*.group"):
-            lifeline.cut(int(leader.stem))
+            kill_group(int(leader.stem))
         await self._end_agent()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -150,7 +151,7 @@ class LocalMachine(Machine):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
             elif time.monotonic() > deadline:
-                lifeline.cut(pid)
+                kill_group(pid)
             await asyncio.sleep(0.02)
 
 

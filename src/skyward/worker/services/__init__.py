@@ -40,8 +40,7 @@ from skyward.wire.messages import Question, Reply, Size
 from skyward.worker.changes import ChangeListener
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceChild
-from skyward.worker.kept_calls import KeptCalls
-from skyward.worker.kept_jobs import KeptJobs
+from skyward.worker.jobs import Jobs
 from skyward.worker.kept_values import NamedValues
 from skyward.worker.lease import PoolLease
 from skyward.worker.process import ChildProcess
@@ -74,15 +73,12 @@ class ServedNode:
     config: AgentConfig
     tenants: Tenants
     """What the agent has for each of its clients."""
-    jobs: KeptJobs
+    jobs: Jobs
+    """What goes on without a client."""
     lease: PoolLease
     """Who may change the pool; of the head's agent."""
     values: NamedValues
     """What clients keep on the node by name."""
-    calls: KeptCalls
-    """The calls by name; of the head's agent."""
-    runners: KeptJobs
-    """The processes that run these calls."""
     _own: dict[type[Closing], Closing] = field(init=False, default_factory=dict)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
@@ -211,7 +207,6 @@ class NodeService:
 SERVICES = {
     "about": NodeService(),
     "activity": NodeService("activity"),
-    "calls": NodeService("calls"),
     "clients": NodeService("clients"),
     "exec": NodeService("exec", is_use=True),
     "files": NodeService("files", is_use=True),
@@ -313,7 +308,6 @@ class Services:
         for channel in channels:
             channel.abort()
         self._node.jobs.close()
-        self._node.calls.close()
 
     def end(self) -> None:
         """End what services have on this node, after its processes."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from skyward.worker import output_log
-from skyward.worker.kept_jobs import LIVE, JobView
+from skyward.worker.jobs import LIVE, Job
 from skyward.worker.node_log import HistoricTask, LogReader, NodeLog, Visits
 from skyward.worker.services import Caller, Parts, ServedNode, answers
 from skyward.worker.supervision import ExecutorProcess
@@ -83,9 +83,9 @@ class _Look:
         self._written: list[tuple[int, int]] | None = None
         """How often each executor had written at the last look."""
         self._job_lines = JobLines()
-        self._jobs: list[JobView] = []
+        self._jobs: list[Job] = []
         self._jobs_at = 0.0
-        self._jobs_version: tuple[int, int] | None = None
+        self._jobs_version = -1
         self._totals_at, self._totals_due = 0.0, 0.0
         self._before: dict[str, Any] = {}
 
@@ -95,7 +95,7 @@ class _Look:
 
         Jobs tell nobody what they write; and not everything is read at every change.
         """
-        if self._node.jobs.running:
+        if self._node.jobs.scripts:
             return self._looked + LOOK_SECONDS
         jobs = self._jobs_at + JOBS_SECONDS if self._jobs_changed else float("inf")
         return min(jobs, self._totals_due)
@@ -108,7 +108,7 @@ class _Look:
 
     @property
     def _jobs_changed(self) -> bool:
-        return (self._node.jobs.version, self._node.calls.version) != self._jobs_version
+        return self._node.jobs.version != self._jobs_version
 
     def news(self) -> dict[str, Any]:
         """What is new since the last look."""
@@ -189,11 +189,10 @@ class _Look:
         if not self._jobs_changed or now - self._jobs_at < JOBS_SECONDS:
             return
         node = self._node
-        self._jobs_version, self._jobs_at = (node.jobs.version, node.calls.version), now
-        self._jobs = node.jobs.all()
-        found = sorted(
-            [*self._jobs, *node.calls.all()], key=lambda job: (job.state in LIVE, job.began)
-        )
+        self._jobs_version, self._jobs_at = node.jobs.version, now
+        found = sorted(node.jobs.all(), key=lambda job: (job.state in LIVE, job.began))
+        # The lines of calls are told as those of tasks.
+        self._jobs = [job for job in found if job.kind == "script"]
         # How long one has run changes all the time, and is known to who knows when it began.
         told_of = [(job.id, job.state, job.began) for job in found[-JOBS_MOST:]]
         if self._before.get("jobs") != told_of:
@@ -210,7 +209,7 @@ class JobLines:
         self._over: set[str] = set()
         """The jobs that have ended, and whose output has been told."""
 
-    def next_lines(self, jobs: list[JobView]) -> list[list[Any]]:
+    def next_lines(self, jobs: list[Job]) -> list[list[Any]]:
         """The lines since the last look: time, no worker, stream, text, no function, who, job."""
         rows: list[list[Any]] = []
         self._over &= {job.id for job in jobs}
@@ -224,7 +223,7 @@ class JobLines:
                 self._positions.pop(job.id, None)
         return rows
 
-    def _new(self, job: JobView) -> list[list[Any]]:
+    def _new(self, job: Job) -> list[list[Any]]:
         folder = Path(job.folder, "output")
         at = self._positions.get(job.id)
         if at is None and job.state != "running" and job.began < self._since:

@@ -7,8 +7,8 @@ from typing import Any
 
 from skyward.errors import PoolError
 from skyward.wire.messages import NodeEnded
+from skyward.worker.jobs import LIVE, RUNNER
 from skyward.worker.services import Caller, ServedNode, answers
-from skyward.worker.services.calls import RUNNER
 
 
 @answers("clients")
@@ -23,7 +23,11 @@ def who(caller: Caller) -> dict[str, Any]:
     node = caller.node
     return {
         "clients": _clients(node),
-        "calls": [{"name": call.id, "by": call.by} for call in node.calls.live],
+        "calls": [
+            {"name": call.id, "by": call.by}
+            for call in node.jobs.all(("call",))
+            if call.state in LIVE
+        ],
         "idle": node.tenants.idle_seconds,
         "kept": node.tenants.keeps,
     }

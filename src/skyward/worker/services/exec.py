@@ -22,8 +22,8 @@ import msgspec
 from skyward.errors import PoolError, ProtocolError
 from skyward.wire.asking import PART
 from skyward.wire.messages import Reply
-from skyward.worker.program import ProgramConfig
-from skyward.worker.programs import RunningProgram, environment_of
+from skyward.worker.jobs import environment_of
+from skyward.worker.program import ProgramConfig, RunningProgram
 from skyward.worker.services import Caller, answers
 
 WINDOW = 1 << 20
@@ -70,7 +70,6 @@ def run(
         command or [variables.get("SHELL") or _shell()],
         os.path.join(config.working_directory, os.path.expanduser(working_directory)),
         variables,
-        status=-1,
         terminal=terminal is not None,
     )
     try:

@@ -1,21 +1,41 @@
-"""Jobs: starts commands that go on without the client, and shows their output, state and end."""
+"""Jobs: starts what goes on without the client, and shows its output, its state and its end.
+
+A job is a script, or a call by name; one client of the pool, the runner, runs the calls.
+"""
 
 from __future__ import annotations
 
+import re
+import select
 import tarfile
-import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from skyward.errors import PoolError
+from skyward.errors import PoolError, ProtocolError
 from skyward.wire.asking import PART
 from skyward.wire.messages import Size
 from skyward.worker import output_log
-from skyward.worker.kept_jobs import LIVE, JobView
-from skyward.worker.programs import environment_of
-from skyward.worker.services import Caller, Parts, ServedNode, answers
+from skyward.worker.jobs import GIVEN, LIVE, Job, JobState
+from skyward.worker.services import Caller, Parts, answers
+
+WAIT_SECONDS = 0.5
+"""How often the service looks whether a client that waits for a call is still there."""
+_LOGS = re.compile(r"output|result|stream-[0-9]+")
+
+Only = Literal["", "call"]
+"""Whether a question is about calls alone."""
+
+
+class RunnerReport(msgspec.Struct, forbid_unknown_fields=True):
+    """What became of a call."""
+
+    name: str
+    state: JobState
+    problem: str = ""
+    streams: bool = False
+    """Whether its result can be read already, while items still come."""
 
 
 @answers("jobs")
@@ -26,76 +46,94 @@ def start(
     environment: dict[str, str] | None = None,
     private: dict[str, str] | None = None,
     by: str = "",
+    function: str = "",
 ) -> str:
-    """Start a job; its files, a compressed tar, follow in parts, up to one without bytes.
+    """Start a job, and return its id; what it needs follows in parts, up to one without bytes.
 
-    Without all of them there is no job.
+    That is a compressed tar for a script. With `function` it is a call of that function, and the
+    command is that of the runner, if none is there. Without all parts there is no job.
     """
-    node = caller.node
-    with tempfile.TemporaryFile(dir=node.config.folder) as files:
-        problem: OSError | None = None
-        for body in caller.parts():
-            try:
-                files.write(body)
-            except OSError as failure:
-                # The parts that still come are passed over.
-                problem = problem or failure
-        if problem is not None:
-            raise problem
-        size = files.tell()
-        files.seek(0)
-        try:
-            return node.jobs.start(
-                name,
-                command,
-                working_directory=node.config.working_directory,
-                environment={**environment_of(node.config), "PYTHONUNBUFFERED": "1"},
-                own=environment or {},
-                private=private or {},
-                files=files if size else None,
-                by=by,
-            )
-        except tarfile.TarError as failure:
-            raise PoolError(str(failure)) from failure
+    jobs = caller.node.jobs
+    refusal: Exception | None = None
+    job: Job | None = None
+    try:
+        job = jobs.begin(name, "call" if function else "script")
+    except (PoolError, OSError) as problem:
+        # Its parts come all the same.
+        refusal = problem
+    try:
+        with open("/dev/null" if job is None else Path(job.folder, GIVEN), "wb") as file:
+            for body in caller.parts():
+                try:
+                    file.write(body)
+                except OSError as failure:
+                    # The parts that still come are passed over.
+                    refusal = refusal or failure
+        if job is None or refusal is not None:
+            raise refusal or PoolError("there is no job")
+        jobs.start(job, command, own=environment, private=private, by=by, function=function)
+    except BaseException as problem:
+        if job is not None:
+            jobs.give_up(job)
+        if isinstance(problem, tarfile.TarError):
+            raise PoolError(str(problem)) from problem
+        raise
+    return job.id
 
 
 @answers("jobs", "list")
-def list_jobs(caller: Caller) -> list[Any]:
-    """The jobs of the node, and the calls by name, in the order in which they were made."""
-    return [msgspec.to_builtins(each) for each in _all(caller.node)]
+def list_jobs(caller: Caller, kind: Only = "") -> list[Any]:
+    """The jobs that users have started, in the order in which they were made."""
+    found = caller.node.jobs.all((kind,)) if kind else caller.node.jobs.all()
+    return [msgspec.to_builtins(each) for each in found]
 
 
 @answers("jobs")
-def look(caller: Caller, job: str) -> Any:
-    """The call of that name, or the job of that id, or the latest of that name."""
-    return msgspec.to_builtins(_found(caller.node, job))
+def look(caller: Caller, job: str, kind: Only = "") -> Any:
+    """The job of that id, or the latest of that name."""
+    return msgspec.to_builtins(caller.node.jobs.get(job, kind))
 
 
 @answers("jobs")
-def cancel(caller: Caller, job: str) -> Any:
-    """Have a job or a call by name end."""
-    node = caller.node
-    found = _found(node, job)
-    owner = node.calls if found.kind == "call" else node.jobs
-    return msgspec.to_builtins(owner.cancel(found.id))
+def cancel(caller: Caller, job: str, kind: Only = "") -> Any:
+    """Have a job end."""
+    return msgspec.to_builtins(caller.node.jobs.cancel(job, kind))
+
+
+@answers("jobs")
+def forget(caller: Caller, name: str) -> bool:
+    """Forget a call that has ended, and what came of it; whether there was one."""
+    return caller.node.jobs.forget(name)
 
 
 @answers("jobs")
 def follow(
-    caller: Caller, job: str, position: Size = 0, tail: Size | None = None, follow: bool = True
+    caller: Caller,
+    job: str,
+    log: str = "output",
+    position: Size = 0,
+    tail: Size | None = None,
+    follow: bool = True,
+    began: float | None = None,
 ) -> Parts:
     """A job's output, from a position on or its last lines, and what comes until the job ends.
 
-    The last reply is the job as it is then.
+    Or another of its logs: the `result` of a call, or the items of a generator. `began` is when the
+    job was made: a later one of the same name is another job. The last reply is the job as it is
+    then.
     """
-    node = caller.node
-    found = _found(node, job)
-    folder = Path(found.folder, "output")
+    if not _LOGS.fullmatch(log):
+        raise PoolError(f"a job has no log {log!r}")
+    jobs = caller.node.jobs
+    found = jobs.get(job)
+    folder = Path(found.folder, log)
     if tail is not None:
         position = output_log.position_of_last(folder, tail)
     while True:
-        # Before its output: what it has written until its end is there.
-        found = _found(node, found.id)
+        # Before the log: what the job has written until its end is there.
+        found = jobs.get(found.id)
+        if began not in (None, found.began):
+            raise PoolError(f"the call {job!r} was forgotten before all of its items were read")
         while True:
             start, data = output_log.read(folder, position, PART)
             if not data:
@@ -107,17 +145,32 @@ def follow(
         caller.wait()
 
 
-def _all(node: ServedNode) -> list[JobView]:
-    """The jobs of the node, and the calls by name, in the order in which they were made."""
-    return sorted([*node.jobs.all(), *node.calls.all()], key=lambda each: each.began)
+@answers("jobs")
+def readable(caller: Caller, since: Size | None = None) -> dict[str, Any]:
+    """Which calls have ended or stream since so many did; without a number, how many do."""
+    poll = select.poll()
+    poll.register(caller.channel.fileno(), select.POLLIN)
+    while True:
+        count, names = caller.node.jobs.readable_since(since, WAIT_SECONDS)
+        # A client that says something, or has left, does not wait any longer.
+        if names or since is None or poll.poll(0):
+            return {"since": count, "names": names}
 
 
-def _found(node: ServedNode, job: str) -> JobView:
-    """The call of that name, or the job of that id, or the latest of that name."""
-    if node.calls.has(job):
-        return node.calls.get(job)
-    try:
-        return node.jobs.get(job)
-    except PoolError:
-        known = ", ".join(each.id for each in _all(node)) or "none"
-        raise PoolError(f"there is no job {job!r}; the pool's jobs are: {known}") from None
+@answers("jobs")
+def serve(caller: Caller, job: str) -> dict[str, bool]:
+    """Take the reports of a runner; others send it the names of calls meanwhile."""
+    jobs, channel = caller.node.jobs, caller.channel
+    if not jobs.serve(channel, job):
+        raise PoolError("another runner is there")
+    while True:
+        question, _ = caller.next_part()
+        if question.what == "leave":
+            if jobs.let_go(channel):
+                return {"leave": True}
+            continue
+        try:
+            told = msgspec.convert(question.arguments, RunnerReport)
+        except msgspec.ValidationError as problem:
+            raise ProtocolError(f"a runner does not report so: {problem}") from problem
+        jobs.report(told.name, told.state, told.problem, streams=told.streams)

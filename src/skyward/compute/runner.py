@@ -1,42 +1,57 @@
 """The runner: a client of the pool on its head node, which runs the calls by name.
 
-The head's agent starts it, tells it which calls there are, and lets it go when there are none.
+The head's agent starts it as a job, tells it which calls there are, and lets it go when there are
+none. It writes what came of a call into logs of the call's job.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import mmap
 import os
+import shutil
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import msgspec
 
 from skyward import context
 from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
-from skyward.calls.task import Answer, Failed, Streaming, Task
+from skyward.calls.streams import RemoteIterator
+from skyward.calls.task import Answer, Failed, Streaming, Task, Value
 from skyward.compute.attaching import attach
 from skyward.compute.broadcasting import Ranks, first_failed, run_ranks
-from skyward.compute.named import outcomes
-from skyward.compute.named.facts import CallFacts, mapped
+from skyward.compute.named import CallFacts, Facts
 from skyward.context import Output
 from skyward.errors import TaskCancelledError
 from skyward.events import CallStarted, Event
 from skyward.nodes.fleet import Fleet
-from skyward.objects import stored
+from skyward.objects import encoding, stored
+from skyward.objects.payloads import Pieces
 from skyward.wire.asking import ServiceConnection
-from skyward.worker.kept_calls import CALL, OUTPUT, RESULT, CallEnd, stream_file
-from skyward.worker.kept_jobs import FOLDER, JOB, OUTPUT_KEPT
+from skyward.worker import output_log
+from skyward.worker.failures import CHAIN_DEPTH, portable, text, type_name
+from skyward.worker.jobs import FOLDER, GIVEN, JOB, OUTPUT, OUTPUT_KEPT, RESULT, JobState
 from skyward.worker.output_log import OutputLog
 
 LINGER_SECONDS = 2.0
 """How long the runner waits for another call before it leaves."""
+_NOTHING: Pieces = (memoryview(b""), [], [])
+
+
+@dataclass(slots=True)
+class Settled:
+    """The answer of one worker; the items of a stream are not in it."""
+
+    node: int
+    worker: int
+    answer: Answer
 
 
 class NamedRun:
@@ -50,7 +65,7 @@ class NamedRun:
         self._fleet, self._folder, self._on_stream = fleet, folder, on_stream
         self._lock = threading.Lock()
         self._tasks: list[Task] = []
-        self._found: dict[int, outcomes.Settled] = {}
+        self._found: dict[int, Settled] = {}
         """What workers have answered, by the number of the task."""
         self._unwritten: OSError | None = None
         self._log: OutputLog | None = None
@@ -75,29 +90,28 @@ class NamedRun:
         for task in tasks:
             self._fleet.dispatcher.cancel(task)
 
-    def run(self) -> CallEnd:
-        """Run the call, write its result, and tell how it ended."""
+    def run(self) -> tuple[JobState, str]:
+        """Run the call, write its result, and tell how it ended, and why if it failed."""
         try:
             # Not in `__init__`: a full disk is the problem of this call, not of the others.
             with self._lock:
                 self._log = OutputLog(self._folder / OUTPUT, OUTPUT_KEPT)
         except OSError as problem:
-            return CallEnd(time.time(), "failed", f"its output could not be written: {problem}")
+            return "failed", f"its output could not be written: {problem}"
         try:
             found = self._answers()
         except Exception as problem:
             found = [Failed.because(problem)]
-            self._write([outcomes.Settled(0, 0, found[0])])
+            self._write([Settled(0, 0, found[0])])
         finally:
             self._close_log()
         if (unwritten := self._unwritten) is not None:
-            (self._folder / RESULT).unlink(missing_ok=True)
-            return CallEnd(time.time(), "failed", f"its result could not be written: {unwritten}")
+            shutil.rmtree(self._folder / RESULT, ignore_errors=True)
+            return "failed", f"its result could not be written: {unwritten}"
         failed = [each for each in found if isinstance(each, Failed)]
         if not failed:
-            return CallEnd(time.time(), "done")
-        state: Any = "cancelled" if self.cancelled else "failed"
-        return CallEnd(time.time(), state, failed[0].summary)
+            return "done", ""
+        return "cancelled" if self.cancelled else "failed", failed[0].summary
 
     def _close_log(self) -> None:
         with self._lock:
@@ -105,19 +119,21 @@ class NamedRun:
         if log is not None:
             log.close()
 
-    def _write(self, found: list[outcomes.Settled]) -> None:
-        new = self._folder / f"{RESULT}.new"
+    def _write(self, found: list[Settled]) -> None:
+        log = output_log.only_file(self._folder / RESULT)
+        new = log.with_suffix(".new")
         try:
+            log.parent.mkdir(exist_ok=True)
             with new.open("wb") as file:
                 first = first_failed([each.answer for each in found])
-                outcomes.write(file, found, everywhere=self._everywhere, first=first)
-            new.rename(self._folder / RESULT)
+                write(file, found, everywhere=self._everywhere, first=first)
+            new.rename(log)
         except OSError as problem:
             self._unwritten = problem
 
     def _answers(self) -> list[Answer]:
         """Run the call; returns when its result is written."""
-        facts, call = read_call(self._folder / CALL, self.name)
+        facts, call = read_call(self._folder / GIVEN, self.name)
         self._everywhere = facts.everywhere
         if not facts.everywhere:
             tasks = [self._fleet.dispatcher.prepare(call, keep=False, on=facts.on)]
@@ -136,9 +152,7 @@ class NamedRun:
             if self.cancelled:
                 problem = TaskCancelledError(f"{self.name} was cancelled before it started")
                 failed: list[Answer] = [Failed.because(problem) for _ in places]
-                self._write(
-                    [outcomes.Settled(*at, each) for at, each in zip(places, failed, strict=True)]
-                )
+                self._write([Settled(*at, each) for at, each in zip(places, failed, strict=True)])
                 return failed
             self._fleet.dispatcher.submit_all(tasks)
         # At once: the generators of a broadcast may wait for each other.
@@ -161,18 +175,20 @@ class NamedRun:
             # Closed if its items cannot be written, so that the generator ends.
             with contextlib.closing(answer.get()) as stream:
                 try:
-                    with (self._folder / stream_file(number)).open("wb") as file:
-                        self._answered(number, outcomes.Settled(*where, answer))
-                        answer = outcomes.write_items(file, stream) or answer
+                    log = output_log.only_file(self._folder / f"stream-{number}")
+                    log.parent.mkdir(exist_ok=True)
+                    with log.open("wb") as file:
+                        self._answered(number, Settled(*where, answer))
+                        answer = write_items(file, stream) or answer
                 except OSError as problem:
                     self._unwritten = problem
             self._fleet.dispatcher.flush_output(task)
         else:
             self._fleet.dispatcher.flush_output(task)
-            self._answered(number, outcomes.Settled(*where, answer))
+            self._answered(number, Settled(*where, answer))
         return answer
 
-    def _answered(self, number: int, settled: outcomes.Settled) -> None:
+    def _answered(self, number: int, settled: Settled) -> None:
         """Write the result once every worker has answered, also if it is a stream that goes on."""
         with self._lock:
             self._found[number] = settled
@@ -189,7 +205,12 @@ class NamedRun:
 
 def read_call(path: Path, name: str) -> tuple[CallFacts, PackedCall]:
     """The call in a file, as it was encoded."""
-    found = list(stored.objects(mapped(path)))
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        # Memory that only this process changes.
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        block = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=writable)
+    found = list(stored.objects(memoryview(block)))
     facts = msgspec.convert(found[0][0], CallFacts)
     (_, code), (_, arguments), *rest = found
     data = {bytes(key): PackedHandle(bytes(key), encoded_of(*each, ())) for key, each in rest}
@@ -206,6 +227,65 @@ def read_call(path: Path, name: str) -> tuple[CallFacts, PackedCall]:
         fail_fast=facts.fail_fast,
     )
     return facts, PackedCall(function, encoded_of(*arguments, held(facts.handles)))
+
+
+def write(file: IO[bytes], answers: list[Settled], *, everywhere: bool, first: int | None) -> None:
+    """Write what came of a call, for each of its workers; streams by their numbers.
+
+    `first` is the rank of a broadcast that failed first.
+    """
+    _append(file, Facts("call", everywhere=everywhere, first=first), _NOTHING)
+    for number, each in enumerate(answers):
+        place = each.node, each.worker
+        if isinstance(each.answer, Failed):
+            _write_failed(file, place, each.answer)
+        elif isinstance(each.answer, Value):
+            _append(file, Facts("value", *place, where=each.answer.place), each.answer.pieces)
+        elif isinstance(each.answer, Streaming):
+            _append(file, Facts("stream", *place, stream=number), _NOTHING)
+        else:
+            _append(file, Facts("end", *place), _NOTHING)
+
+
+def write_items(file: IO[bytes], stream: RemoteIterator) -> Failed | None:
+    """Write the items of a stream as they come, then its end; returns how it failed, if it did."""
+    while isinstance(item := stream.next_item(), tuple):
+        _append(file, Facts("item"), item[0])
+        file.flush()
+    if not isinstance(item, Failed):
+        _append(file, Facts("end"), _NOTHING)
+        return None
+    _write_failed(file, (0, 0), item)
+    return item
+
+
+def _write_failed(file: IO[bytes], place: tuple[int, int], failed: Failed) -> None:
+    raised = failed.raised
+    if raised is not None:
+        told = msgspec.structs.replace(raised.failure, payload=None)
+        facts = Facts("raised", *place, name=raised.name, where=raised.where, failure=told)
+        _append(file, facts, raised.pieces or _NOTHING)
+        return
+    try:
+        failed.get()
+    except BaseException as problem:
+        facts = Facts("problem", *place, name=type_name(problem), text=text(problem))
+        _append(file, facts, _encoded(problem))
+
+
+def _encoded(problem: BaseException) -> Pieces:
+    """An exception of ours, with its causes if they can be sent."""
+    if isinstance(problem, Exception):
+        for depth in (0, CHAIN_DEPTH):
+            with contextlib.suppress(Exception):
+                found = encoding.encode(portable(problem, depth), own_modules=True)
+                return memoryview(b"".join(found.pieces)), found.buffers, found.storages
+    return _NOTHING
+
+
+def _append(file: IO[bytes], facts: Facts, pieces: Pieces) -> None:
+    pickle, buffers, storages = pieces
+    stored.append(file, [pickle], buffers, storages, msgspec.to_builtins(facts))
 
 
 class CallRunner:
@@ -238,15 +318,16 @@ class CallRunner:
         threading.Thread(target=self._run, args=(run,), name=f"call-{name}", daemon=True).start()
 
     def _run(self, run: NamedRun) -> None:
+        state: JobState
         try:
-            end = run.run()
-        except BaseException as problem:
+            state, problem = run.run()
+        except BaseException as failure:
             traceback.print_exc()
-            end = CallEnd(time.time(), "failed", f"{type(problem).__name__}: {problem}")
+            state, problem = "failed", f"{type(failure).__name__}: {failure}"
         with self._lock:
             del self._runs[run.name]
             idle = not self._runs
-        self._report(run.name, end)
+        self._report(run.name, state, problem)
         if idle:
             self._wait_to_leave()
 
@@ -260,20 +341,21 @@ class CallRunner:
             if not self._runs:
                 self._agent.send("leave")
 
-    def _report(self, name: str, end: CallEnd | None, *, streams: bool = False) -> None:
-        told = None if end is None else msgspec.to_builtins(end)
+    def _report(
+        self, name: str, state: JobState, problem: str = "", *, streams: bool = False
+    ) -> None:
         with self._lock:
-            self._agent.send("report", name=name, end=told, streams=streams)
+            self._agent.send("report", name=name, state=state, problem=problem, streams=streams)
 
     def _report_stream(self, name: str) -> None:
-        self._report(name, None, streams=True)
+        self._report(name, "running", streams=True)
 
     # What happens in the pool.
 
     def note(self, event: Event) -> None:
         """Report a call that a worker was given."""
         if isinstance(event, CallStarted) and (run := self._run_of(event.name)) is not None:
-            self._report(run.name, None)
+            self._report(run.name, "running")
 
     def show(self, line: Output) -> None:
         """Keep a line that a call wrote with the call."""
@@ -289,7 +371,7 @@ class CallRunner:
 
 def main() -> None:
     """Attach to the pool that this process runs on, and run its calls by name."""
-    folder = Path(os.environ[FOLDER]).parent.parent / "calls"
+    folder = Path(os.environ[FOLDER]).parent
     runner: list[CallRunner] = []
 
     def note(event: Event) -> None:
@@ -304,7 +386,7 @@ def main() -> None:
         fleet = compute._open_fleet
         # Not `redirect_output`: only what the pool forwards.
         context.pool_listeners.append(show)
-        agent = fleet.service(fleet.head, "calls")
+        agent = fleet.service(fleet.head, "jobs")
         runner.append(CallRunner(fleet, agent, folder))
         agent.send("serve", job=os.environ[JOB])
         runner[0].serve()

@@ -1,0 +1,137 @@
+"""The jobs that an agent keeps: programs and calls, their records, and disks that are full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyward.errors import PoolError
+from skyward.worker import jobs, output_log
+from skyward.worker.config import AgentConfig
+from skyward.worker.jobs import Job, Jobs
+
+
+@pytest.fixture
+def kept(config: AgentConfig) -> Iterator[Jobs]:
+    kept = Jobs(config)
+    yield kept
+    kept.close()
+
+
+def run(kept: Jobs, name: str, *command: str) -> Job:
+    return kept.start(kept.begin(name), list(command))
+
+
+def call(kept: Jobs, name: str, runner: str = "true") -> Job:
+    return kept.start(kept.begin(name, "call"), [runner], by="me", function="train")
+
+
+def test_a_long_output_loses_its_beginning_and_says_so(
+    kept: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "OUTPUT_KEPT", 8000)
+    job = run(kept, "loud", "seq", "1", "100000")
+    assert kept.ran(job.id).code == 0
+    log = Path(job.folder, "output")
+    size = sum(each.stat().st_size for each in log.iterdir())
+    assert 8000 <= size < 4 * 8000
+    position, data = everything(log)
+    assert position > 500_000
+    assert data.endswith(b"\n99999\n100000\n")
+    assert data[: data.index(b"\n")].isdigit()
+
+
+def everything(log: Path) -> tuple[int, bytes]:
+    begin, data = output_log.read(log, 0, 1 << 20)
+    end = begin + len(data)
+    while more := output_log.read(log, end, 1 << 20)[1]:
+        data, end = data + more, end + len(more)
+    return begin, data
+
+
+def test_a_job_is_found_by_its_id_before_another_by_its_name(kept: Jobs) -> None:
+    for name in ("fit", "fit-1"):
+        run(kept, name, "true")
+    assert kept.get("fit-1").id == "fit-1"
+    assert kept.get("fit-1-2").id == "fit-1-2"
+    assert kept.get("fit").id == "fit-1"
+
+
+def test_only_so_many_ended_jobs_of_a_kind_are_kept(
+    kept: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "KEPT", 2)
+    other = kept.start(kept.begin("plugin", "daemon"), ["true"])
+    for _ in range(4):
+        kept.ran(run(kept, "one", "true").id)
+    assert [each.id for each in kept.all()] == ["one-3", "one-4"]
+    kept.ran(other.id)
+    assert [each.id for each in kept.all(("daemon",))] == ["plugin-1"]
+
+
+def test_a_job_whose_agent_has_ended_is_lost_for_the_next_agent(config: AgentConfig) -> None:
+    before = Jobs(config)
+    run(before, "fit", "sleep", "600")
+    before.close()
+
+    (found,) = Jobs(config).all()
+
+    assert found.state == "lost"
+    assert found.problem == "it ended with the node's agent, which was killed or stopped"
+
+
+def test_what_a_plugins_command_leaves_behind_goes_on_until_it_is_ended(kept: Jobs) -> None:
+    command = "echo started; sleep 600 & echo $! > pid"
+    job = kept.start(kept.begin("plugin", "daemon"), ["/bin/sh", "-c", command])
+    assert kept.ran(job.id).code == 0
+    assert (kept.get(job.id).state, kept.last_words(job)) == ("running", "started")
+    assert not kept.is_running(job.id)
+    assert not kept.working
+    kept.close()
+    assert kept.get(job.id).state == "running", "plugins end theirs"
+    kept.end(job.id)
+    assert kept.get(job.id).state == "done"
+
+
+def test_a_job_whose_folder_cannot_be_made_is_not_there(kept: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "jobs").write_text("no folder")
+    with pytest.raises(OSError):
+        kept.begin("run", "call")
+    assert not kept.working
+
+    (tmp_path / "jobs").unlink()
+    kept.begin("run", "call")
+    assert kept.working
+
+
+def test_an_end_that_cannot_be_written_is_told_all_the_same(kept: Jobs) -> None:
+    job = call(kept, "run", "sh")
+    Path(job.folder, "job.json").unlink()
+    Path(job.folder, "job.json").mkdir()  # nothing can be renamed to it
+    kept.report("run", "failed", "no room", streams=False)
+
+    assert (kept.get("run").state, kept.get("run").problem) == ("failed", "no room")
+    kept.forget("run")
+    with pytest.raises(PoolError, match="there is no call named 'run'"):
+        kept.get("run", "call")
+
+
+def test_a_call_whose_runner_does_not_start_is_not_there(kept: Jobs) -> None:
+    with pytest.raises(PoolError, match="there is no program 'nothing'"):
+        call(kept, "run", "nothing")
+    with pytest.raises(PoolError, match="there is no call named 'run'"):
+        kept.get("run", "call")
+    assert kept.start(kept.begin("run", "call"), ["sleep", "600"], function="f").state == "queued"
+
+
+def test_a_call_whose_runner_does_not_come_up_is_lost(kept: Jobs) -> None:
+    assert (
+        kept.start(kept.begin("run", "call"), ["sh", "-c", "echo no torch"], function="f").kind
+        == "call"
+    )
+    count, found = kept.readable_since(0, 60.0)
+    assert (count, found) == (1, ["run"])
+    problem = "the process that runs calls did not come up; it wrote:\nno torch"
+    assert (kept.get("run").state, kept.get("run").problem) == ("lost", problem)
