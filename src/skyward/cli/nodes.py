@@ -178,7 +178,7 @@ def shell(name: str, node: int | None, command: str | None, worker_env: bool) ->
     """
     if output.wants_json():
         raise click.UsageError("--json: a terminal has no document; use `sky exec --json`")
-    from skyward.compute.workbench.terminal import open_terminal
+    from skyward.compute.workbench.commands import open_terminal
 
     with reached(name) as pool:
         wanted = ["/bin/sh", "-c", command] if command else []

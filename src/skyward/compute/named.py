@@ -22,7 +22,7 @@ from typing import IO, Any, Literal
 
 import msgspec
 
-from skyward.calls.task import Answer, Failed, cannot_rebuild, not_the_end, remote_failure
+from skyward.calls.task import cannot_rebuild, not_the_end, remote_failure
 from skyward.compute.broadcasting import refuse_one_shot_streams, values_of
 from skyward.errors import (
     ConfigurationError,
@@ -655,24 +655,6 @@ def _append(file: IO[bytes], encoded: Encoded, facts: Any = None) -> None:
 # What came of it.
 
 
-class FoundValue(Answer):
-    """The value of a call, as the pool has kept it."""
-
-    __slots__ = ("_pieces", "_place")
-
-    def __init__(self, pieces: Pieces, place: str) -> None:
-        self._pieces, self._place = pieces, place
-
-    def get(self) -> Any:
-        """Decode the value."""
-        try:
-            return encoding.decode(*self._pieces)
-        except SkywardError:
-            raise
-        except Exception as problem:
-            raise cannot_rebuild(self._place, problem) from problem
-
-
 def _read_answers(
     block: memoryview, items_of: Callable[[int], Iterator[Any]]
 ) -> tuple[bool, list[Outcome], int | None]:
@@ -699,23 +681,25 @@ def read_item(told: Any, pieces: Pieces) -> tuple[bool, Any]:
     with encoding.own_classes():
         if facts.kind == "item":
             return True, encoding.decode(*pieces)
-        answer = _answer(facts, pieces)
-        if isinstance(answer, Failed):
-            answer.get()
-    return False, None
+        return False, _value(facts, pieces)
 
 
-def _answer(facts: Facts, pieces: Pieces) -> Answer:
-    has_object = len(pieces[0]) > 0
-    if facts.kind == "value":
-        return FoundValue(pieces, facts.where)
+def _value(facts: Facts, pieces: Pieces) -> Any:
+    """The value of a call, or None at the end of a stream; raises what a call has raised."""
+    given = pieces if len(pieces[0]) > 0 else None
     if facts.kind == "raised":
         assert facts.failure is not None
-        given = pieces if has_object else None
-        return remote_failure(facts.failure, given, facts.name, facts.where)
+        return remote_failure(facts.failure, given, facts.name, facts.where).get()
     if facts.kind == "problem":
-        return Failed.because(_problem(facts, pieces if has_object else None))
-    return Answer()
+        raise _problem(facts, given)
+    if facts.kind == "end":
+        return None
+    try:
+        return encoding.decode(*pieces)
+    except SkywardError:
+        raise
+    except Exception as problem:
+        raise cannot_rebuild(facts.where, problem) from problem
 
 
 def _problem(facts: Facts, pieces: Pieces | None) -> BaseException:
@@ -729,6 +713,6 @@ def _problem(facts: Facts, pieces: Pieces | None) -> BaseException:
 def _outcome(facts: Facts, pieces: Pieces) -> Outcome:
     try:
         with encoding.own_classes():
-            return Outcome(facts.node, facts.worker, _answer(facts, pieces).get())
+            return Outcome(facts.node, facts.worker, _value(facts, pieces))
     except Exception as problem:
         return Outcome(facts.node, facts.worker, error=not_the_end(problem))

@@ -45,12 +45,11 @@ from skyward.worker import detached, hooks
 from skyward.worker.config import AgentConfig
 from skyward.worker.jobs import Jobs
 from skyward.worker.kept_values import NamedValues
-from skyward.worker.lease import PoolLease
 from skyward.worker.notices import Notices
 from skyward.worker.pool_use import PoolUse
 from skyward.worker.services import ServedNode, Services
 from skyward.worker.services.clients import shown
-from skyward.worker.tenants import Tenant, Tenants
+from skyward.worker.tenants import PoolLease, Tenant, Tenants
 
 LOOK_SECONDS = 0.25
 

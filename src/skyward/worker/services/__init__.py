@@ -42,12 +42,11 @@ from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceChild
 from skyward.worker.jobs import Jobs
 from skyward.worker.kept_values import NamedValues
-from skyward.worker.lease import PoolLease
 from skyward.worker.process import ChildProcess
 from skyward.worker.stacks import StackSource, described
 from skyward.worker.supervision import ExecutorProcess
 from skyward.worker.task_output import FOLDER, TaskOutputReader
-from skyward.worker.tenants import Tenants
+from skyward.worker.tenants import PoolLease, Tenants
 
 SERVICE = "service-"
 LOOK_SECONDS = 0.1
