@@ -86,6 +86,9 @@ class RayCluster:
             **self.variables,
             "RAY_DISABLE_IMPORT_WARNING": "1",
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+            # Ray gives up after a minute, which a machine that is busy with other tests may need.
+            "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
+            "RAY_gcs_server_port_wait_time_s": "300",
         }
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(
