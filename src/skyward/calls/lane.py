@@ -502,7 +502,9 @@ class Lanes:
 
     def has(self, load: Load[Task]) -> bool:
         """Whether an executor is there; one that is lost never comes back."""
-        return load in self._by_load
+        lane = self._by_load.get(load)
+        # Its connection may have ended, while its agent has not told yet why.
+        return lane is not None and not lane.lost
 
     def offer(self, load: Load[Task]) -> tuple[str, str]:
         """Have tasks connect to an executor, to call its objects: where, and whom they find there.
