@@ -40,8 +40,7 @@ from skyward.console import html
 from skyward.console.cells import kernel_shell
 from skyward.errors import ConfigurationError, PoolClosedError
 from skyward.objects import encoding
-from skyward.objects.code import Code
-from skyward.objects.encoding import Encoded
+from skyward.objects.encoding import Code, Encoded
 from skyward.objects.handles import opened
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import pytest
 
 import skyward as sky
 from skyward.functions import Function
-from skyward.objects.code import Code
+from skyward.objects.encoding import Code
 
 Change = Callable[[], object]
 Case = Callable[[pytest.MonkeyPatch], tuple[Callable[..., Any], Change]]

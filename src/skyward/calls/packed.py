@@ -7,8 +7,7 @@ from typing import Any
 
 from skyward.functions import Function, Pending
 from skyward.objects import modules
-from skyward.objects.code import Code
-from skyward.objects.encoding import Encoded
+from skyward.objects.encoding import Code, Encoded
 
 
 class PackedHandle:

@@ -19,8 +19,7 @@ from skyward.errors import ConfigurationError
 from skyward.functions import Future, Pending
 from skyward.objects import encoding, memory
 from skyward.objects.blobs import BLOB_MIN, BlobStore, Sources
-from skyward.objects.code import Code
-from skyward.objects.encoding import Encoded
+from skyward.objects.encoding import Code, Encoded
 from skyward.objects.handles import Handle
 
 if TYPE_CHECKING:

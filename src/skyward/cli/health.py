@@ -29,9 +29,8 @@ from skyward.device.build import cache
 from skyward.errors import ConfigurationError, SkywardError
 from skyward.nodes import keeping
 from skyward.nodes.journal import Journal
-from skyward.providers import Provider, answers, find_provider
+from skyward.providers import Provider, answers, find_provider, state_folder
 from skyward.providers.local.cards import measured_cards
-from skyward.providers.state import state_folder
 from skyward.settings import read_settings
 
 State = Literal["ok", "not set up", "problem", "broken"]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyward.errors import PoolStartError
-from skyward.providers.state import state_folder
+from skyward.providers import state_folder
 
 _SCHEMA = """
 create table if not exists pools (

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from skyward.errors import ConfigurationError, PoolError, PoolStartError
-from skyward.providers.state import state_folder
+from skyward.providers import state_folder
 
 FORMAT = 1
 LOOK_SECONDS = 0.05

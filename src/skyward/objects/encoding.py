@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import xxhash
 from cloudpickle import cloudpickle as internals
 
 from skyward.errors import SerializationError
@@ -23,8 +24,8 @@ from skyward.objects.tensors import Openings, Shelf, StorageBook, StorageRef
 if TYPE_CHECKING:
     import torch
 
-if TYPE_CHECKING:
     Refer = Callable[[list[torch.UntypedStorage]], list[tuple[bytes, torch.UntypedStorage]] | None]
+
 
 _received_classes: weakref.WeakSet[type] = weakref.WeakSet()
 _SMALL = frozenset((int, float, str, bool, type(None)))
@@ -440,3 +441,24 @@ class StreamRef:
     """Stands for an argument that travels item by item."""
 
     index: int
+
+
+@dataclass(slots=True, eq=False)
+class Code:
+    """A function's code, encoded and named by its content."""
+
+    key: bytes
+    encoded: Encoded
+    references: modules.References
+
+    @classmethod
+    def of(cls, body: Callable[..., Any]) -> Code:
+        """Encode a function."""
+        references = modules.references(body)
+        encoded = encode(body, own_modules=True, names=references.module_names)
+        digest = xxhash.xxh3_128()
+        for part in (*encoded.pieces, *encoded.buffers):
+            digest.update(part)
+        for handle in encoded.handles:
+            digest.update(handle.key)
+        return cls(digest.digest(), encoded, references)

@@ -25,6 +25,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar, get_args, runtime_checkable
 
+import platformdirs
+
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError
 from skyward.spec import Image, Volume
@@ -661,3 +663,8 @@ def check_region(call: str, region: object) -> None:
         raise ConfigurationError(
             f"{call}(region={region!r}): give the provider's name of a region, such as 'us-east-1'"
         )
+
+
+def state_folder() -> Path:
+    """The folder, which `SKYWARD_STATE` may name; it need not exist yet."""
+    return Path(os.environ.get("SKYWARD_STATE") or platformdirs.user_state_dir("skyward"))

@@ -29,8 +29,7 @@ from skyward.errors import (
 )
 from skyward.functions import Future, Pending, checked
 from skyward.objects import encoding
-from skyward.objects.code import Code
-from skyward.objects.encoding import Encoded
+from skyward.objects.encoding import Code, Encoded
 from skyward.objects.exceptions import add_note
 from skyward.objects.handles import opened
 from skyward.objects.payloads import Pieces

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from skyward.errors import ConfigurationError, PoolError, PoolStartError, SkywardError
-from skyward.providers import Order, Remains, gathered
+from skyward.providers import Order, Remains, gathered, state_folder
 from skyward.providers.aws import tags
 from skyward.providers.aws.account import END_PAUSE_SECONDS, Account, RequestError
 from skyward.providers.aws.catalogue import STRATEGIES
 from skyward.providers.aws.instances import ENDED, described, state_of
 from skyward.providers.aws.settings import Settings
-from skyward.providers.state import state_folder
 
 _log = logging.getLogger("skyward")
 

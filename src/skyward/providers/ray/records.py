@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from skyward.errors import PoolError
-from skyward.providers.state import state_folder
+from skyward.providers import state_folder
 from skyward.wire.identity import Credentials
 
 
