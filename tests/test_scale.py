@@ -24,8 +24,8 @@ from skyward.events import EventStream
 from skyward.nodes import fleet as fleets
 from skyward.nodes.briefing import Briefing
 from skyward.nodes.fleet import Fleet, beats_between_pings
-from skyward.nodes.journal import Journal
 from skyward.nodes.node import Node, Roster
+from skyward.nodes.records import Journal
 from skyward.staff import Staff
 from skyward.wire.channel import Channel
 from skyward.wire.connecting import context_for

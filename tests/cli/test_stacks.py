@@ -70,8 +70,8 @@ def test_a_kept_pool_that_is_out_of_reach_does_not_hide_the_others(
         raise {"a": TimeoutError("no route"), "b": EOFError(), "c": OSError("refused")}[name]
 
     monkeypatch.setattr(door, "addresses", list)
-    monkeypatch.setattr(door.keeping, "names", lambda: ["a", "b", "c"])
-    monkeypatch.setattr(door.keeping, "read", read)
+    monkeypatch.setattr(door.records, "names", lambda: ["a", "b", "c"])
+    monkeypatch.setattr(door.records, "read", read)
     found = [(pool.name, pool.problem) for pool in door.all_stacks()]
     assert found == [("a", "no route"), ("b", "EOFError"), ("c", "refused")]
 

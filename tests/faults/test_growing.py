@@ -16,7 +16,7 @@ import pytest
 import skyward as sky
 from skyward.nodes.fleet import Scaler
 from skyward.nodes.host import Host
-from skyward.nodes.journal import NoJournal
+from skyward.nodes.records import NoJournal
 from skyward.providers import Order
 from skyward.testing import plain_request
 

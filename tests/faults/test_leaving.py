@@ -17,9 +17,9 @@ import skyward as sky
 from skyward.events import EventStream
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.host import Host
-from skyward.nodes.journal import Journal
-from skyward.nodes.keeper import PoolKeeper
+from skyward.nodes.kept import PoolKeeper
 from skyward.nodes.node import Node, Roster
+from skyward.nodes.records import Journal
 from skyward.providers import Order
 from skyward.staff import Staff
 from skyward.testing import plain_request

@@ -20,13 +20,14 @@ import psutil
 import pytest
 
 import skyward as sky
+from skyward import providers
 from skyward.events import EventStream
 from skyward.nodes import host as hosts
-from skyward.nodes import node, provider_loop
+from skyward.nodes import node
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.host import Host
-from skyward.nodes.journal import NoJournal
 from skyward.nodes.node import Node, Roster
+from skyward.nodes.records import NoJournal
 from skyward.providers import Machine, Order
 from skyward.testing import plain_request
 from skyward.wire import connecting
@@ -168,7 +169,7 @@ def test_the_time_in_a_providers_queue_does_not_count() -> None:
     order = Order("pool", 3, plain_request())
     host = Host(provider, provider.allocate("pool"), order, NoJournal())
     fleet = fleet_that_waits(0.05)
-    preparing = provider_loop.submit(host.prepare())
+    preparing = providers.submit(host.prepare())
     try:
         with pytest.raises(
             sky.errors.PoolStartError, match="node 3 was not ready 0 s after its machine"
@@ -354,13 +355,13 @@ def test_a_loop_that_cannot_be_made_is_an_error_and_not_a_wait(
     def refuse() -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(provider_loop, "_loop", None)
+    monkeypatch.setattr(providers, "_loop", None)
     with monkeypatch.context() as changed:
-        changed.setattr(provider_loop.asyncio, "new_event_loop", refuse)
+        changed.setattr(providers.asyncio, "new_event_loop", refuse)
         with pytest.raises(OSError, match="Too many open files"):
-            provider_loop.submit(work())
-    assert provider_loop.submit(work()).result(100) == 7
-    loop = provider_loop._loop
+            providers.submit(work())
+    assert providers.submit(work()).result(100) == 7
+    loop = providers._loop
     assert loop is not None
     loop.call_soon_threadsafe(loop.stop)
     eventually(lambda: not loop.is_running())

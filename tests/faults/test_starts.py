@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyward.nodes import keeper
+from skyward.nodes import kept
 
 from ..conftest import PATIENCE
 
@@ -36,14 +36,14 @@ class GoodAgent(HungAgent):
 
 async def granted(agents: list[HungAgent]) -> Any:
     asked: Any = {index + 1: lambda agent=agent: agent for index, agent in enumerate(agents)}
-    async with keeper.leased(0, lambda: asked, lambda: True) as lease:
+    async with kept.leased(0, lambda: asked, lambda: True) as lease:
         return lease._connection
 
 
 def test_a_hung_agent_does_not_stop_the_start_of_another_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(kept, "ANSWER_SECONDS", 0.2)
     hung, good = HungAgent(), GoodAgent()
 
     async def within(agents: list[HungAgent]) -> Any:

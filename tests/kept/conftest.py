@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward.nodes import keeping
+from skyward.nodes import records
 from skyward.worker import detached
 
 from ..conftest import PATIENCE, other_case
@@ -95,4 +95,4 @@ def kept(request: pytest.FixtureRequest, home: Path) -> Iterator[str]:
         pass
     yield name
     sky.attach(name).down(force=True)
-    assert name not in keeping.names()
+    assert name not in records.names()

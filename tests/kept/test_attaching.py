@@ -16,7 +16,7 @@ import pytest
 
 import skyward as sky
 from skyward.compute.attaching import reach
-from skyward.nodes import keeping
+from skyward.nodes import records
 from skyward.wire.connecting import connect
 from skyward.wire.identity import CLIENT, Authority, node_name
 from skyward.wire.messages import Hello
@@ -146,13 +146,13 @@ def test_a_client_can_be_ended_by_sigterm_without_hurting_the_pool(
 
 
 def test_the_record_is_for_its_owner_alone(kept: str) -> None:
-    path = keeping.path_of(kept)
+    path = records.path_of(kept)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_a_client_with_the_keys_of_another_pool_is_refused(kept: str) -> None:
-    record = keeping.read(kept)
+    record = records.read(kept)
     where = record.nodes[0].endpoint.split()[0]
     if record.credentials is None:
         with pytest.raises(sky.errors.AuthenticationError, match="another pool"):
@@ -170,7 +170,7 @@ def test_an_attached_client_can_use_services_and_see_nodes(kept: str) -> None:
         assert pool.nodes == (0, 1)
         for node in pool.nodes:
             with pool.service(node, "about") as about:
-                assert about.ask("facts")["pool"] == keeping.read(kept).id
+                assert about.ask("facts")["pool"] == records.read(kept).id
 
 
 def test_others_are_named_when_a_client_would_end_the_pool(kept: str, script: Script) -> None:

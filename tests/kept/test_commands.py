@@ -19,8 +19,8 @@ from click.testing import CliRunner, Result
 import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.compute.stats import without_end
-from skyward.nodes import keeping
-from skyward.nodes.journal import Journal
+from skyward.nodes import records
+from skyward.nodes.records import Journal
 from skyward.providers import Capabilities
 
 from ..conftest import PATIENCE
@@ -55,7 +55,7 @@ def bench(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.chdir(tmp_path)
     assert documents("up", "bench", "--keep", "10min") == {"name": "bench", "nodes": 1}
     yield "bench"
-    if "bench" in keeping.names():
+    if "bench" in records.names():
         run("down", "bench", "--force")
     assert Journal().pools() == []
     assert not list(home.glob("sky-*"))
@@ -291,17 +291,17 @@ def test_the_record_moves_to_another_home_and_is_a_key(
 
 
 def test_down_ends_a_pool_whose_agent_is_gone(bench: str) -> None:
-    os.kill(keeping.read(bench).nodes[0].pid, signal.SIGKILL)
+    os.kill(records.read(bench).nodes[0].pid, signal.SIGKILL)
     run("down", bench)
     assert documents("ps") == []
 
 
 def test_down_ends_a_pool_whose_record_is_damaged(bench: str) -> None:
-    keeping.path_of(bench).write_text("{half")
+    records.path_of(bench).write_text("{half")
     with pytest.raises(sky.errors.PoolError, match=r"bench\.json is damaged.*`sky down`"):
         sky.attach(bench)
     run("down", bench, "--yes")
-    assert bench not in keeping.names()
+    assert bench not in records.names()
 
 
 def test_a_pool_that_costs_money_without_end_says_so() -> None:

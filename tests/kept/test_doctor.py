@@ -11,7 +11,7 @@ import psutil
 
 import skyward as sky
 from skyward.cli import health, names
-from skyward.nodes import keeping
+from skyward.nodes import records
 
 from ..conftest import PATIENCE
 from .conftest import QUIET
@@ -20,7 +20,7 @@ from .conftest import QUIET
 def test_a_pool_that_stays_is_asked_and_completed(home: Path) -> None:
     with sky.Compute(name="asked", keep=True, options=QUIET):
         pass
-    agent = keeping.read("asked").nodes[0].pid
+    agent = records.read("asked").nodes[0].pid
     context, argument = click.Context(click.Command("down")), click.Argument(["name"])
 
     (found,) = health.kept("asked")
@@ -38,6 +38,6 @@ def test_a_pool_that_stays_is_asked_and_completed(home: Path) -> None:
     (found,) = health.kept("asked")
     assert found.state == "problem"
     assert "`sky down asked` removes it" in found.advice
-    assert "asked" in keeping.names(), "whoever only looks removes nothing"
-    if "asked" in keeping.names():
-        keeping.forget("asked", keeping.read("asked").id)
+    assert "asked" in records.names(), "whoever only looks removes nothing"
+    if "asked" in records.names():
+        records.forget("asked", records.read("asked").id)

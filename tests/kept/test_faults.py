@@ -20,7 +20,7 @@ import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.compute.attaching import reach
 from skyward.compute.workbench.commands import NodeCommand
-from skyward.nodes import keeping
+from skyward.nodes import records
 from skyward.worker import detached
 
 from ..conftest import PATIENCE, only_in_all
@@ -56,7 +56,7 @@ def bench(home: Path) -> Iterator[str]:
     with sky.Compute(nodes=2, name="bench", keep=True, options=QUIET):
         pass
     yield "bench"
-    if "bench" in keeping.names():
+    if "bench" in records.names():
         sky.attach("bench").down(force=True)
     assert agents(home) == []
 
@@ -68,7 +68,7 @@ def test_a_client_killed_while_it_starts_a_pool_leaves_nothing(
     eventually(lambda: agents(home), what="the first agent")
     other.kill()
     other.communicate()
-    if "half" in keeping.names():
+    if "half" in records.names():
         CliRunner().invoke(command, ["down", "half", "--yes"])
     eventually(lambda: agents(home) == [], what="the end of its agents")
     result = CliRunner().invoke(command, ["down", "half", "--yes"])
@@ -79,9 +79,9 @@ def test_a_client_killed_while_it_starts_a_pool_leaves_nothing(
 def test_a_node_whose_agent_was_killed_is_started_again(bench: str, eventually: Eventually) -> None:
     with sky.attach(bench) as compute:
         before = pid() @ compute
-        killed = keeping.read(bench).nodes[1].pid
+        killed = records.read(bench).nodes[1].pid
         os.kill(killed, signal.SIGKILL)
-        eventually(lambda: keeping.read(bench).nodes[1].pid != killed, what="another agent")
+        eventually(lambda: records.read(bench).nodes[1].pid != killed, what="another agent")
         assert len(pid() @ compute) == 2
     with sky.attach(bench) as compute:
         after = pid() @ compute
@@ -94,7 +94,7 @@ def test_a_node_that_two_clients_have_lost_is_started_once(
     bench: str, home: Path, eventually: Eventually
 ) -> None:
     with sky.attach(bench) as one, sky.attach(bench) as two:
-        os.kill(keeping.read(bench).nodes[1].pid, signal.SIGKILL)
+        os.kill(records.read(bench).nodes[1].pid, signal.SIGKILL)
         for each in (one, two):
             eventually(
                 lambda each=each: (
@@ -103,7 +103,7 @@ def test_a_node_that_two_clients_have_lost_is_started_once(
                 what="both nodes",
             )
             assert len(pid() @ each) == 2
-        assert sorted(agents(home)) == sorted(node.pid for node in keeping.read(bench).nodes)
+        assert sorted(agents(home)) == sorted(node.pid for node in records.read(bench).nodes)
 
 
 @only_in_all
@@ -124,31 +124,31 @@ def test_a_node_that_clients_on_two_machines_have_lost_is_started_once(
         other = script(
             f"""
             import time
-            from skyward.nodes import keeping
+            from skyward.nodes import records
             with sky.attach({bench!r}) as compute:
-                before = keeping.read({bench!r}).nodes[1].pid
+                before = records.read({bench!r}).nodes[1].pid
                 print("attached", flush=True)
-                while keeping.read({bench!r}).nodes[1].pid == before:
+                while records.read({bench!r}).nodes[1].pid == before:
                     time.sleep(0.01)
                 while any(node.state != "ready" for node in compute.nodes):
                     time.sleep(0.01)
                 input()
-                print(*(node.pid for node in keeping.read({bench!r}).nodes), flush=True)
+                print(*(node.pid for node in records.read({bench!r}).nodes), flush=True)
             """
         )
         assert other.stdout is not None
         assert other.stdout.readline() == "attached\n", other.communicate()[1]
     with sky.attach(bench) as compute:
-        before = keeping.read(bench).nodes[1].pid
+        before = records.read(bench).nodes[1].pid
         os.kill(before, signal.SIGKILL)
         eventually(
             lambda: (
-                keeping.read(bench).nodes[1].pid != before
+                records.read(bench).nodes[1].pid != before
                 and all(each.state == "ready" for each in compute.nodes)
             ),
             what="both nodes",
         )
-        mine = [node.pid for node in keeping.read(bench).nodes]
+        mine = [node.pid for node in records.read(bench).nodes]
         out, problems = other.communicate("\n", timeout=PATIENCE)
         assert out.split() == [str(each) for each in mine], problems
         assert sorted(agents(home)) == sorted(mine)
@@ -164,19 +164,19 @@ def test_a_client_that_grows_takes_the_nodes_that_another_has_added(bench: str, 
 
 
 def test_a_pool_that_has_lost_a_node_can_be_used_with_the_others(bench: str) -> None:
-    os.kill(keeping.read(bench).nodes[1].pid, signal.SIGKILL)
+    os.kill(records.read(bench).nodes[1].pid, signal.SIGKILL)
     with sky.attach(bench) as compute:
         assert len(pid() @ compute) == 1
 
 
 def test_a_pool_whose_agents_are_all_gone_is_forgotten(bench: str, eventually: Eventually) -> None:
-    killed = [node.pid for node in keeping.read(bench).nodes]
+    killed = [node.pid for node in records.read(bench).nodes]
     for each in killed:
         os.kill(each, signal.SIGKILL)
     eventually(lambda: not any(map(psutil.pid_exists, killed)), what="the end of the agents")
     with pytest.raises(sky.errors.PoolError, match="its machines are gone, so its record is, too"):
         sky.attach(bench)
-    assert bench not in keeping.names()
+    assert bench not in records.names()
     CliRunner().invoke(command, ["down", "bench", "--yes"])
 
 

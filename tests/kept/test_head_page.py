@@ -21,8 +21,8 @@ import skyward as sky
 from skyward.compute.attaching import reach
 from skyward.compute.workbench.forwarding import Forwarding
 from skyward.compute.workbench.head_page import HeadPage, stop_page
-from skyward.nodes import keeping
-from skyward.nodes.reaching import ReachedPool
+from skyward.nodes import records
+from skyward.nodes.kept import ReachedPool
 
 from ..conftest import PATIENCE, only_in_all
 from .conftest import QUIET
@@ -116,9 +116,9 @@ def test_it_learns_of_nodes_that_come_are_replaced_and_leave(
         assert shown("ready", "ready")
         compute.resize(3)
         assert shown("ready", "ready", "ready")
-        lost = psutil.Process(keeping.read(pool.record.name).nodes[2].pid)
+        lost = psutil.Process(records.read(pool.record.name).nodes[2].pid)
         lost.kill()
-        eventually(lambda: keeping.read(pool.record.name).nodes[2].pid != lost.pid)
+        eventually(lambda: records.read(pool.record.name).nodes[2].pid != lost.pid)
         del states[2]
         assert shown("ready", "ready", "ready")
         compute.resize(2)

@@ -16,7 +16,7 @@ import pytest
 
 import skyward as sky
 from skyward.events import EventStream
-from skyward.nodes import keeping
+from skyward.nodes import records
 from skyward.nodes.devices import PoolDevices
 from skyward.nodes.occupancy import occupancy
 
@@ -238,7 +238,7 @@ def test_values_are_listed_with_their_place_and_size(bench: str) -> None:
         assert (there.node, there.device) == (0, "cpu")
         assert there.bytes >= 1 << 20
         assert (plain.node, plain.device) == (0, "")
-        found = occupancy(keeping.read(bench))
+        found = occupancy(records.read(bench))
         assert [each["name"] for each in found.values] == ["anchor", "plain", "there"]
         assert re.search(r"1 client, keeps 3 values \(1\.\d+ M", found.state)
         for name in ("there", "plain"):

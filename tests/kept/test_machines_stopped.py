@@ -13,9 +13,8 @@ import pytest
 import skyward as sky
 from skyward.closing import Closing
 from skyward.compute import attaching
-from skyward.nodes import keeping, occupancy, reaching
-from skyward.nodes.journal import NoJournal
-from skyward.nodes.keeping import KeptNode, KeptPool
+from skyward.nodes import kept, occupancy, records
+from skyward.nodes.records import KeptNode, KeptPool, NoJournal
 from skyward.providers import Allocation, Capabilities
 
 
@@ -69,13 +68,13 @@ def record(home: Path) -> KeptPool:
         spec="",
         nodes=nodes,
     )
-    keeping.write(made)
+    records.write(made)
     return made
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *machines: Stopped) -> Cloud:
     cloud: Any = Cloud(*machines)
-    for module in (reaching, attaching, occupancy):
+    for module in (kept, attaching, occupancy):
         monkeypatch.setattr(module, "provider_of", lambda record: cloud)
     return cast(Cloud, cloud)
 
@@ -132,8 +131,8 @@ def test_what_must_not_be_lost_is_safe_before_an_agent_ends(
     journalled = occupancy.journalled(record)
     occupancy.end(NoJournal(), journalled, record, force=False, stop=True)
     assert cloud.steps == ["spare", "end", "stop"]
-    assert keeping.read("cloud").stopped
-    keeping.forget("cloud")
+    assert records.read("cloud").stopped
+    records.forget("cloud")
 
 
 @pytest.mark.parametrize("kind", [Interrupted, Half])
@@ -145,14 +144,14 @@ def test_machines_of_a_pool_that_was_not_stopped_go_with_it_again(
     answer(monkeypatch, kind(cloud.steps))
     with pytest.raises(KeyboardInterrupt) as caught:
         occupancy.end(NoJournal(), occupancy.journalled(record), record, force=False, stop=True)
-    assert keeping.read("cloud") == record
+    assert records.read("cloud") == record
     notes = getattr(caught.value, "__notes__", [])
     if kind is Interrupted:
         assert (cloud.steps, notes) == (["spare", "undo"], [])
     else:
         assert cloud.steps == ["spare"]
         assert "may stay, and cost: node 0 does not answer; `sky stop cloud` tries" in notes[0]
-    keeping.forget("cloud")
+    records.forget("cloud")
 
 
 def test_it_is_not_forgotten(record: KeptPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +161,9 @@ def test_it_is_not_forgotten(record: KeptPool, monkeypatch: pytest.MonkeyPatch) 
     message = str(caught.value)
     assert message.startswith("cloud is stopped: its machines do not run any more (i-0, i-1)")
     assert "`sky start cloud` starts them again, and `sky down cloud` removes them" in message
-    assert keeping.read("cloud") == record
+    assert records.read("cloud") == record
     assert occupancy.occupancy(record).state == "stopped"
-    keeping.forget("cloud")
+    records.forget("cloud")
 
 
 def test_it_is_started_as_a_pool_that_was_stopped(
@@ -180,9 +179,9 @@ def test_it_is_started_as_a_pool_that_was_stopped(
     monkeypatch.setattr(attaching.Compute, "_again", again)
     with pytest.raises(sky.errors.PoolError, match="enough"):
         attaching.start_pool("cloud")
-    assert begun == [keeping.read("cloud")]
+    assert begun == [records.read("cloud")]
     assert (begun[0].stopped, begun[0].count, begun[0].nodes) == (True, 2, [])
-    keeping.forget("cloud")
+    records.forget("cloud")
 
 
 def test_a_pool_without_any_machine_is_forgotten(
@@ -192,4 +191,4 @@ def test_a_pool_without_any_machine_is_forgotten(
     assert occupancy.occupancy(record).state == "gone"
     with pytest.raises(sky.errors.PoolError, match="its machines are gone, so its record is, too"):
         sky.attach("cloud")
-    assert keeping.names() == []
+    assert records.names() == []

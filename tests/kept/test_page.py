@@ -20,9 +20,9 @@ import skyward as sky
 from skyward import kernel
 from skyward.compute.attaching import reach
 from skyward.compute.workbench.jobs import start_script
-from skyward.nodes import keeping
-from skyward.nodes.keeper import PoolKeeper
-from skyward.nodes.keeping import KeptNode, KeptPool
+from skyward.nodes import records
+from skyward.nodes.kept import PoolKeeper
+from skyward.nodes.records import KeptNode, KeptPool
 from skyward.page import door, gathering, metrics
 from skyward.page.gathering import Gathering, KeptShown, KnownNodes
 from skyward.page.hub import Viewer
@@ -449,7 +449,7 @@ def test_a_look_around_that_fails_is_not_the_last(
 def test_a_head_that_was_away_is_told_what_has_changed(home: Path) -> None:
     nodes = [KeptNode(n, "unix:/a", 1, "here", f"10.0.0.{n}", 0, None, "m") for n in range(3)]
     record = KeptPool("p", "away", "local", {}, 0.0, 0.0, None, None, None, None, "", nodes)
-    keeping.write(record)
+    records.write(record)
     told, reached = [], False
 
     def tell(message: Members) -> bool:
@@ -458,10 +458,10 @@ def test_a_head_that_was_away_is_told_what_has_changed(home: Path) -> None:
 
     keeper = PoolKeeper(record)
     keeper.remove([2], tell)
-    assert [each.index for each in keeping.read("away").nodes] == [0, 1]
+    assert [each.index for each in records.read("away").nodes] == [0, 1]
     reached = True
     keeper.add(nodes[0], tell)
     assert told == [Members([], [2])] * 2
     keeper.add(nodes[0], tell)
     assert len(told) == 2
-    keeping.forget("away")
+    records.forget("away")

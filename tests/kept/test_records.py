@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.compute.attaching import reach
-from skyward.nodes import keeping
+from skyward.nodes import records
 from skyward.nodes.occupancy import occupancy
 from skyward.worker import detached
 
@@ -30,22 +30,22 @@ def bench(home: Path) -> Iterator[str]:
 
 
 def test_a_pool_of_another_machine_is_left_alone(bench: str) -> None:
-    record = keeping.read(bench)
+    record = records.read(bench)
     there = [msgspec.structs.replace(node, hostname="elsewhere") for node in record.nodes]
-    keeping.write(msgspec.structs.replace(record, nodes=there))
+    records.write(msgspec.structs.replace(record, nodes=there))
     try:
-        assert occupancy(keeping.read(bench)).state == "stays, out of reach"
+        assert occupancy(records.read(bench)).state == "stays, out of reach"
         with pytest.raises(sky.errors.PoolError, match="it stays on elsewhere, and this is"):
             sky.attach(bench)
         refused = CliRunner().invoke(command, ["down", bench])
         assert "it stays on elsewhere" in refused.stderr
-        assert bench in keeping.names()
+        assert bench in records.names()
     finally:
-        keeping.write(record)
+        records.write(record)
 
 
 def test_the_folder_of_an_agent_is_not_for_cleaners(bench: str) -> None:
-    folder = os.open(keeping.read(bench).nodes[0].machine, os.O_RDONLY)
+    folder = os.open(records.read(bench).nodes[0].machine, os.O_RDONLY)
     try:
         with pytest.raises(BlockingIOError):
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,7 +64,7 @@ def test_a_folder_copy_whose_client_is_gone_leaves_nothing(
 
 
 def test_an_odd_file_beside_the_records_is_passed_over(bench: str) -> None:
-    odd = keeping.folder() / "a b.json"
+    odd = records.folder() / "a b.json"
     odd.write_text("?")
     try:
         assert bench in CliRunner().invoke(command, ["ps"]).output
@@ -75,12 +75,12 @@ def test_an_odd_file_beside_the_records_is_passed_over(bench: str) -> None:
 def test_down_without_a_name_leaves_a_pool_whose_record_cannot_be_read(
     bench: str, home: Path
 ) -> None:
-    good = keeping.path_of(bench).read_bytes()
-    keeping.path_of(bench).write_text("{half")
+    good = records.path_of(bench).read_bytes()
+    records.path_of(bench).write_text("{half")
     try:
         assert "nothing was left behind" in CliRunner().invoke(command, ["down"]).output
     finally:
-        keeping.path_of(bench).write_bytes(good)
+        records.path_of(bench).write_bytes(good)
     assert [each for each in home.glob("sky-*") if detached.running(each)]
 
 
@@ -98,11 +98,11 @@ def test_force_takes_the_lock_from_whoever_has_it(bench: str) -> None:
 def test_a_command_that_runs_counts_as_use(home: Path, eventually: Callable[..., None]) -> None:
     with sky.Compute(name="brief", keep=0.5, options=QUIET):
         copying = reach("brief").service(0, "copying")
-    agent = keeping.read("brief").nodes[0].pid
+    agent = records.read("brief").nodes[0].pid
     with copying, reach("brief") as pool, pool.head() as head:
         eventually(lambda: not head.ask("who")["clients"])
         assert head.ask("who")["idle"] == 0.0
         os.kill(agent, 0)
-    eventually(lambda: not detached.running(Path(keeping.read("brief").nodes[0].machine)))
+    eventually(lambda: not detached.running(Path(records.read("brief").nodes[0].machine)))
     with pytest.raises(sky.errors.PoolError, match="its machines are gone"):
         sky.attach("brief")

@@ -51,8 +51,8 @@ def start(monkeypatch: pytest.MonkeyPatch, journalled: object) -> sky.errors.Poo
         return Failing()
 
     cleaned = Cleaned("p1", "train", (), ("m1: the provider refused",))
-    monkeypatch.setattr(attaching.keeping, "read", lambda name: RECORD)
-    monkeypatch.setattr(attaching.keeping, "names", lambda: ["train"])
+    monkeypatch.setattr(attaching.records, "read", lambda name: RECORD)
+    monkeypatch.setattr(attaching.records, "names", lambda: ["train"])
     monkeypatch.setattr(attaching, "provider_of", lambda record: Shop())
     monkeypatch.setattr(attaching.Compute, "_again", again)
     monkeypatch.setattr(attaching, "Journal", lambda: None)
@@ -77,7 +77,7 @@ def test_a_start_that_fails_says_why_without_a_journal(monkeypatch: pytest.Monke
 
 def test_a_provider_that_does_not_stop_a_pool_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     running = SimpleNamespace(**{**vars(RECORD), "stopped": False})
-    monkeypatch.setattr(attaching.keeping, "read", lambda name: running)
+    monkeypatch.setattr(attaching.records, "read", lambda name: running)
     monkeypatch.setattr(attaching, "provider_of", lambda record: Shop())
     with pytest.raises(sky.errors.PoolError) as caught:
         attaching.stop_pool("train", force=False)

@@ -20,7 +20,7 @@ import pytest
 import skyward as sky
 from skyward.calls.lane import Preparation
 from skyward.calls.scheduler import Load
-from skyward.nodes.preparation import Preparer
+from skyward.nodes.briefing import Preparer
 from skyward.plugins.plugin import Cluster
 
 from ..conftest import only_in_all
@@ -486,7 +486,7 @@ def test_the_console_says_which_task_keeps_a_new_group_from_forming(
         wait_for(tmp_path / "told")
         return os.getpid()
 
-    monkeypatch.setattr("skyward.nodes.preparation.HELD_SECONDS", 0.1)
+    monkeypatch.setattr("skyward.nodes.briefing.HELD_SECONDS", 0.1)
     monkeypatch.setattr(sys, "stderr", Watched("end of lasts on node 0", tmp_path / "told"))
     lasting = grouped.submit(lasts(), on=0)
     wait_for(tmp_path / "begun")

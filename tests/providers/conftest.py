@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from skyward import providers
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 from skyward.providers import Order
 from skyward.testing import Shop
 

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 import skyward as sky
 from skyward.cli.main import sky as command
-from skyward.nodes import keeping
-from skyward.nodes.journal import Journal
+from skyward.nodes import records
+from skyward.nodes.records import Journal
 from skyward.providers import Provider
 
 QUIET = sky.Options(console=False)
@@ -87,5 +87,5 @@ def end(name: str, machines: int = 1) -> None:
     """End the pool with `sky down`, after which nothing of it is on record."""
     plural = "s" * (machines > 1)
     assert f"{machines} machine{plural} removed" in says("down", name)
-    assert keeping.names() == []
+    assert records.names() == []
     assert Journal().pools() == []

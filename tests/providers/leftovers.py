@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 
 from ..conftest import other_case
 from .ssh_hosts import MARKERS

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.device import build
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 from skyward.providers import Request
 from skyward.providers.aws import launches, machine, site
 from skyward.testing import ProviderSuite, plain_request

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.nodes import keeping
+from skyward.nodes import records
 from skyward.providers import Order
 from skyward.providers.aws import instances, machine, site
 
@@ -74,9 +74,9 @@ def test_a_client_that_attached_replaces_an_instance_that_was_taken_away(
 ) -> None:
     kept_pools.start(provider(), "cloud")
     with sky.attach("cloud") as compute:
-        before = keeping.read("cloud").nodes[0].machine
+        before = records.read("cloud").nodes[0].machine
         ec2.account.terminate(before)
-        eventually(lambda: keeping.read("cloud").nodes[0].machine != before, 90, "another")
+        eventually(lambda: records.read("cloud").nodes[0].machine != before, 90, "another")
         assert kept_pools.pid() >> compute
     kept_pools.end("cloud")
 
@@ -246,11 +246,11 @@ def test_another_machine_gets_the_keys_to_the_instances(
 ) -> None:
     site.Keys("p1").make()
     here = site.Keys("p1")
-    record = keeping.KeptPool(
+    record = records.KeptPool(
         *("p1", "cloud", "aws", dict(sky.AWS().describe()), 0.0, 0.0, None, None, None, None, ""),
         nodes=[],
     )
-    keeping.write(record)
+    records.write(record)
     file = str(tmp_path / "file")
     kept_pools.says("attach", "cloud", "--export", file)
     monkeypatch.setenv("SKYWARD_STATE", str(tmp_path / "elsewhere"))
@@ -263,7 +263,7 @@ def test_another_machine_gets_the_keys_to_the_instances(
         here.host_key,
         here.known_hosts.read_text(),
     )
-    assert keeping.read("cloud") == record
+    assert records.read("cloud") == record
     site.Keys("p1").forget()
     said = kept_pools.says("attach", "cloud", "--export", file, code=1)
     assert "export its record on the machine that made it" in said

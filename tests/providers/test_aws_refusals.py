@@ -10,7 +10,7 @@ import pytest
 
 import skyward as sky
 from skyward import accelerators
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 from skyward.providers.aws.account import Account, RequestError
 
 from ..conftest import only_in_all, other_case

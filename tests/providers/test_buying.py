@@ -11,7 +11,7 @@ import pytest
 
 import skyward as sky
 from skyward import kernel
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 from skyward.testing import Shop, an_offer
 from skyward.worker.usage import memory_there
 

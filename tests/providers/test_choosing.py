@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 from skyward.testing import Shop, an_offer
 
 QUIET = sky.Options(console=False)

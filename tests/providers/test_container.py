@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 
 from ..conftest import only_in_all
 from ..network.network import OUTAGE_SECONDS

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import skyward as sky
-from skyward.nodes import keeping
-from skyward.nodes.journal import Journal
+from skyward.nodes import records
+from skyward.nodes.records import Journal
 
 from ..conftest import only_in_all
 from . import kept_pools, podman
@@ -77,7 +77,7 @@ def test_gc_removes_containers_and_networks_that_no_record_knows() -> None:
     kept_pools.start(podman.provider(), "box", nodes=2)
     listed = kept_pools.says("gc", "--provider", "container")
     assert re.search("box +container .* may be in use +container sky-.*, network sky-", listed)
-    keeping.forget("box")
+    records.forget("box")
     (pool,) = Journal().pools()
     Journal().forget(pool.id)
     # The process that made it, which is this one, runs still.

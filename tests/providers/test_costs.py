@@ -12,13 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 import skyward as sky
+from skyward import providers
 from skyward.cli.main import sky as command
-from skyward.nodes import provider_loop
 from skyward.nodes.briefing import TTL_GRACE_SECONDS
-from skyward.nodes.host import Host
-from skyward.nodes.journal import Journal
-from skyward.nodes.ledger import Ledger
+from skyward.nodes.host import Host, Ledger
 from skyward.nodes.node import BOUGHT_IN_VAIN, RETRY_PAUSES, SPARE_SECONDS
+from skyward.nodes.records import Journal
 from skyward.providers import Offer, Order, money
 from skyward.testing import Shop, an_offer, plain_request
 
@@ -263,7 +262,7 @@ class TestJournal:
         self, state: Journal, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = 1000.0
-        monkeypatch.setattr("skyward.nodes.journal.time.time", lambda: now)
+        monkeypatch.setattr("skyward.nodes.records.time.time", lambda: now)
         state.open_pool("p", "mine", "shop", {}, None)
         for node, price in ((0, 1.0), (1, 2.0)):
             state.intend("p", node)
@@ -295,7 +294,7 @@ class TestJournal:
     def test_the_cost_of_a_pool_left_behind_is_an_upper_bound(
         self, state: Journal, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("skyward.nodes.journal.time.time", lambda: 1000.0 + clock())
+        monkeypatch.setattr("skyward.nodes.records.time.time", lambda: 1000.0 + clock())
         state.open_pool("p", "mine", "shop", {}, None)
         state.intend("p", 0)
         state.made("p", 0, "m-0", "10.0.0.1", 1.2)
@@ -309,14 +308,14 @@ class TestJournal:
 
         row, bound = shown()
         assert ("at most" in row, bound) == (False, False), "its process watches its machines"
-        monkeypatch.setattr("skyward.nodes.journal._began", lambda pid: 0.0)
+        monkeypatch.setattr("skyward.nodes.records._began", lambda pid: 0.0)
         row, bound = shown()
         assert ("at most $1.20" in row, bound) == (True, True)
 
     def test_a_host_writes_the_price_of_its_machine(self, shop: Shop, state: Journal) -> None:
         state.open_pool("p", "mine", "shop", shop.describe(), None)
         host = Host(shop, shop.allocate("p"), Order("p", 0, plain_request()), state)
-        provider_loop.submit(host.prepare()).result()
+        providers.submit(host.prepare()).result()
         assert state.pools()[0].machines[0].price == 0.5
         host.stop(0).result()
         (record,) = state.pools()
@@ -355,7 +354,7 @@ class TestJournal:
 
         shop.stock.boot = boot
         host = host_of(shop, state, ledger)
-        provider_loop.submit(host.prepare()).result()
+        providers.submit(host.prepare()).result()
 
         (machine,) = state.pools()[0].machines
         assert seen == [(None, 0.5, 1000.0)]
@@ -379,7 +378,7 @@ class TestJournal:
         shop.stock.boot = boot
         host = host_of(shop, state, ledger)
         with pytest.raises(sky.errors.UnreachableError):
-            provider_loop.submit(host.prepare()).result()
+            providers.submit(host.prepare()).result()
         clock.minutes = 60
 
         assert ledger.receipt() == "cost $0.0500: 1 x m1.small on demand for 6 min"
@@ -392,7 +391,7 @@ class TestJournal:
     ) -> None:
         state.open_pool("p", "mine", "shop", shop.describe(), None)
         host = host_of(shop, state, ledger)
-        provider_loop.submit(host.prepare()).result()
+        providers.submit(host.prepare()).result()
         host.stop(0).result()
         shop.stock.orders[0].bought("m-9", an_offer())
         assert ledger.hourly_cost == 0

@@ -17,11 +17,11 @@ import pytest
 from click.testing import CliRunner
 
 import skyward as sky
+from skyward import providers
 from skyward.cli.main import sky as command
-from skyward.nodes import provider_loop
 from skyward.nodes.cleanup import clean
 from skyward.nodes.host import Host
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 from skyward.providers import Order, Request
 
 WISH = Request(None, None, None, sky.Image(), ())
@@ -93,7 +93,7 @@ def test_a_machine_is_on_record_before_it_is_made_and_not_if_there_is_none(
     host = Host(provider, provider.allocate(pool), order, journal)
 
     with pytest.raises(sky.errors.PoolStartError, match="there is no machine"):
-        provider_loop.submit(host.prepare()).result()
+        providers.submit(host.prepare()).result()
 
     assert Watched.found == [(3, None)]
     assert journal.pools()[0].machines == ()
@@ -125,7 +125,7 @@ def test_a_machine_that_may_have_been_made_stays_on_record_until_it_was_looked_f
     host = Host(provider, provider.allocate(pool), order, journal)
 
     with pytest.raises(sky.errors.PoolStartError, match="nobody answers"):
-        provider_loop.submit(host.prepare()).result()
+        providers.submit(host.prepare()).result()
     assert [each.node for each in journal.pools()[0].machines] == [3]
 
     host.stop(0).result()
@@ -147,7 +147,7 @@ def test_a_pool_with_machines_left_stays_on_record(journal: Journal) -> None:
 
 def test_a_process_number_used_again_is_not_the_client(journal: Journal) -> None:
     script = (
-        "from skyward.nodes.journal import Journal; import os, signal\n"
+        "from skyward.nodes.records import Journal; import os, signal\n"
         "Journal().open_pool('p', 'n', 'local', {}, None)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -19,7 +19,7 @@ import pytest
 import urllib3
 
 import skyward as sky
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 from skyward.providers import Order, Request
 from skyward.providers.kubernetes import manifests
 from skyward.providers.kubernetes.manifests import merged

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward.nodes import keeping
-from skyward.nodes.journal import Journal
+from skyward.nodes import records
+from skyward.nodes.records import Journal
 from skyward.providers.kubernetes.manifests import TTL_SECONDS
 
 from ..conftest import only_in_all
@@ -63,7 +63,7 @@ def test_gc_removes_a_job_that_no_record_knows(
     kept_pools.start(namespace.provider(storage_class=kube.BY_HAND), "pods", volumes=[volume])
     gc = "gc", "--provider", "kubernetes"
     assert re.search("pods +kubernetes .* may be in use +Job sky-", kept_pools.says(*gc))
-    keeping.forget("pods")
+    records.forget("pods")
     (pool,) = Journal().pools()
     Journal().forget(pool.id)
     removed = kept_pools.says(*gc, "--all", "--yes")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 
 from ..conftest import only_in_all, other_case
 from .leftovers import (

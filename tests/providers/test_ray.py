@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.nodes import keeping
-from skyward.nodes.journal import Journal
+from skyward.nodes import records as pool_records
+from skyward.nodes.records import Journal
 from skyward.providers import Order, Request
 from skyward.providers.on_node.keeper import VARIABLE
 from skyward.providers.ray import DriverDoor, Ray, RayAllocation, driver, records
@@ -156,7 +156,7 @@ def test_gc_ends_a_driver_that_no_record_knows(
     kept_pools.start(emptied.provider(**given), "bundles")
     where = address or emptied.dashboard
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", where)
-    keeping.forget("bundles")
+    pool_records.forget("bundles")
     for pool in Journal().pools():
         Journal().forget(pool.id)
     if address is None:
@@ -177,9 +177,11 @@ def test_the_machine_of_an_agent_that_was_killed_is_used_again(
     given = {} if address is None else {"address": address}
     kept_pools.start(emptied.provider(**given), "bundles", nodes=2)
     with sky.attach("bundles") as compute:
-        before = keeping.read("bundles").nodes[1]
+        before = pool_records.read("bundles").nodes[1]
         os.kill(before.pid, signal.SIGKILL)
-        eventually(lambda: keeping.read("bundles").nodes[1].pid != before.pid, 60, "another agent")
+        eventually(
+            lambda: pool_records.read("bundles").nodes[1].pid != before.pid, 60, "another agent"
+        )
         assert len(kept_pools.pid() @ compute) == 2
     kept_pools.end("bundles", machines=2)
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 from skyward.providers import Order, Request
 from skyward.testing import ProviderSuite, plain_request
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward.nodes import keeping
+from skyward.nodes import records
 
 from ..conftest import only_in_all
 from . import kept_pools, slurm_testbed
@@ -54,9 +54,9 @@ def test_the_node_of_an_agent_that_was_killed_is_used_again(
     kept_pools.start(slurm_testbed.provider(), "jobs")
     before = slurm_testbed.jobs()
     with sky.attach("jobs") as compute:
-        killed = keeping.read("jobs").nodes[0].pid
+        killed = records.read("jobs").nodes[0].pid
         os.kill(killed, signal.SIGKILL)
-        eventually(lambda: keeping.read("jobs").nodes[0].pid != killed, 60, "another agent")
+        eventually(lambda: records.read("jobs").nodes[0].pid != killed, 60, "another agent")
         assert kept_pools.pid() >> compute
         assert slurm_testbed.jobs() == before
     kept_pools.end("jobs")

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.compute.attaching import reach
-from skyward.nodes import keeping
+from skyward.nodes import records
 
 from .ssh_hosts import Sshd
 
@@ -53,4 +53,4 @@ def test_another_process_attaches_over_ssh(
     result = CliRunner().invoke(command, ["down", "far"])
     assert result.exit_code == 0, result.output
     assert "2 machines removed" in result.output
-    assert keeping.names() == []
+    assert records.names() == []

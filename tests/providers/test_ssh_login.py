@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 from skyward.providers import Order
 from skyward.testing import plain_request
 

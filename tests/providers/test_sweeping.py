@@ -23,8 +23,8 @@ import skyward as sky
 from skyward import providers
 from skyward.cli.main import sky as command
 from skyward.errors import UnreachableError
-from skyward.nodes import cleanup, keeping
-from skyward.nodes.journal import Journal
+from skyward.nodes import cleanup, records
+from skyward.nodes.records import Journal
 from skyward.providers import Order, owner
 from skyward.testing import Shop, ShopAllocation, plain_request
 
@@ -128,7 +128,7 @@ class TestPools:
         self, shop: Shop, state: Journal
     ) -> None:
         script = (
-            "from skyward.nodes.journal import Journal; import os, signal\n"
+            "from skyward.nodes.records import Journal; import os, signal\n"
             f"Journal().open_pool('p1', 'n', 'shop', {shop.describe()!r}, None)\n"
             "os.kill(os.getpid(), signal.SIGKILL)"
         )
@@ -366,11 +366,11 @@ class TestGc:
         self, shop: Shop, nothing_left: None
     ) -> None:
         leave(shop, "p1")
-        keeping.folder().mkdir(parents=True)
-        keeping.path_of("old").write_text("{")
+        records.folder().mkdir(parents=True)
+        records.path_of("old").write_text("{")
         (document,) = json.loads(sky_command("gc", "--json").output)
         assert (document["state"], document["removed"]) == ("running", False)
-        keeping.forget_damaged("old")
+        records.forget_damaged("old")
         assert "1 machine" in sky_command("gc").output
 
     def test_clusters_are_asked_whatever_their_arguments_are(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from skyward.errors import ConfigurationError
-from skyward.nodes.journal import Journal
+from skyward.nodes.records import Journal
 
 _FILES = ("certificate-authority", "client-certificate", "client-key", "tokenFile")
 

@@ -70,7 +70,7 @@ def _tell(found: Sequence[Finding]) -> None:
 def _checks(named: Sequence[str]) -> dict[str, tuple[Check, float]]:
     """What is to be checked, by name, and for how long at most."""
     from skyward.cli import health
-    from skyward.nodes import keeping
+    from skyward.nodes import records
     from skyward.providers import provider_names
 
     machine = {name: (check, _ALL_SECONDS) for name, check in health.machine_checks().items()}
@@ -81,7 +81,7 @@ def _checks(named: Sequence[str]) -> dict[str, tuple[Check, float]]:
         checks["pools"] = (health.recorded, _PROVIDER_SECONDS)
         checks |= {
             f"kept {name}": (partial(health.kept, name), _PROVIDER_SECONDS)
-            for name in keeping.names()
+            for name in records.names()
         }
         checks |= {
             f"pool {name}": (partial(health.described, name), _PROVIDER_SECONDS)

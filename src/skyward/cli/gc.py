@@ -18,7 +18,7 @@ from skyward.errors import ConfigurationError, PoolError, SkywardError
 
 if TYPE_CHECKING:
     from skyward.nodes.cleanup import Cleaned, Whose
-    from skyward.nodes.journal import Journal
+    from skyward.nodes.records import Journal
     from skyward.providers import Collector, Remains
 
     Found = tuple[Collector, Remains, Whose]
@@ -48,7 +48,7 @@ def gc(
     them, by their marks. A pool is left behind if this user made it on this host and its process
     has ended. Pools of other users are only listed, unless --all is given.
     """
-    from skyward.nodes.journal import Journal
+    from skyward.nodes.records import Journal
 
     journal = Journal()
     found, asked = _found(journal, _collectors(journal, provider, region, profile))

@@ -27,8 +27,8 @@ from skyward.console.measures import size
 from skyward.device import torch_build
 from skyward.device.build import cache
 from skyward.errors import ConfigurationError, SkywardError
-from skyward.nodes import keeping
-from skyward.nodes.journal import Journal
+from skyward.nodes import records
+from skyward.nodes.records import Journal
 from skyward.providers import Provider, answers, find_provider, state_folder
 from skyward.providers.local.cards import measured_cards
 from skyward.settings import read_settings
@@ -395,7 +395,7 @@ def kept(name: str) -> list[Finding]:
 def recorded() -> list[Finding]:
     """The pools that have machines, from the journal."""
     pools = Journal().pools()
-    left = [pool for pool in pools if pool.client == "gone" and keeping.find(pool.id) is None]
+    left = [pool for pool in pools if pool.client == "gone" and records.find(pool.id) is None]
     if not left:
         return [Finding("pools", "ok", f"{len(pools) or 'none'} on record, none left behind")]
     names = ", ".join(pool.name for pool in left)

@@ -25,7 +25,7 @@ from skyward.console.measures import duration, size
 
 if TYPE_CHECKING:
     from skyward.compute.workbench import Reachable
-    from skyward.nodes.reaching import ReachedPool
+    from skyward.nodes.kept import ReachedPool
     from skyward.worker.jobs import Job
     from skyward.worker.task_output import TaskLine
 
@@ -125,7 +125,7 @@ def _run_there(
     detach: bool,
 ) -> int:
     from skyward.compute.workbench.jobs import look_at, start_script
-    from skyward.nodes.inside import way_back
+    from skyward.nodes.kept import way_back
 
     with reached(name) as pool:
         head = chosen_node(pool, None)

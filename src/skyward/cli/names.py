@@ -30,13 +30,13 @@ def _completing(names: Callable[[], Iterable[str]]) -> Completion:
 
 
 def _kept() -> Iterable[str]:
-    from skyward.nodes import keeping
+    from skyward.nodes import records
 
-    return keeping.names()
+    return records.names()
 
 
 def _recorded() -> Iterable[str]:
-    from skyward.nodes.journal import Journal
+    from skyward.nodes.records import Journal
 
     return [*_kept(), *(pool.name for pool in Journal().pools())]
 

@@ -20,7 +20,7 @@ from skyward.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from skyward.files.transfer import FilePlace
-    from skyward.nodes.reaching import ReachedPool
+    from skyward.nodes.kept import ReachedPool
 
 
 class _Exec(Command):

@@ -18,7 +18,7 @@ from skyward.providers import money
 
 if TYPE_CHECKING:
     from skyward.nodes.cleanup import Cleaned
-    from skyward.nodes.journal import PoolRecord
+    from skyward.nodes.records import PoolRecord
 
 
 @click.command(cls=Command)
@@ -39,10 +39,10 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
         raise click.UsageError("give a name or --all, not both")
     if forget and name is None:
         raise click.UsageError("--forget: give the name of the pool that is to be forgotten")
-    from skyward.nodes import keeping
+    from skyward.nodes import records
     from skyward.nodes.cleanup import clean, matching
-    from skyward.nodes.journal import Journal
     from skyward.nodes.occupancy import end, recorded_pools
+    from skyward.nodes.records import Journal
 
     journal = Journal()
     kept = {pool.id: record for pool, record in recorded_pools(journal) if record is not None}
@@ -56,7 +56,7 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
         chosen = pools
     else:
         # A pool whose record cannot be read may be in use; by its name it can be ended.
-        unclear = keeping.damaged()
+        unclear = records.damaged()
         chosen = [
             pool
             for pool in pools
@@ -69,7 +69,7 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
         ask([f"{pool.name} ({pool.id})" for pool in in_use], yes, "forget")
         journal.forget(chosen[0].id)
         if chosen[0].id in kept:
-            keeping.forget(chosen[0].name, chosen[0].id)
+            records.forget(chosen[0].name, chosen[0].id)
         _tell_forgotten(chosen[0])
         return
     ask([f"{pool.name} ({pool.id})" for pool in in_use], yes, "remove")
@@ -89,7 +89,7 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
         ]
     for each in outcomes:
         if not each.failures:
-            keeping.forget_damaged(each.name)
+            records.forget_damaged(each.name)
         for problem in each.unwritten:
             click.echo(f"{each.name}: not written back: {problem}", err=True)
     if output.wants_json():
@@ -293,11 +293,11 @@ def attach(name: str | None, target: str | None, source: str | None) -> None:
         return
     if name is None:
         raise click.UsageError("give the name of a pool, or --import FILE")
-    from skyward.nodes import keeping
+    from skyward.nodes import records
 
-    record = keeping.read(name)
+    record = records.read(name)
     if target is not None:
-        from skyward.nodes.reaching import exported
+        from skyward.nodes.kept import exported
 
         _export(exported(record), Path(target))
         return
@@ -321,7 +321,7 @@ def _export(data: bytes, path: Path) -> None:
 
 
 def _import(path: Path, name: str | None) -> None:
-    from skyward.nodes.reaching import imported
+    from skyward.nodes.kept import imported
 
     record = imported(path.read_bytes(), str(path), name)
     if output.wants_json():

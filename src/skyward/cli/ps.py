@@ -19,9 +19,8 @@ from skyward.errors import SkywardError
 from skyward.providers import money
 
 if TYPE_CHECKING:
-    from skyward.nodes.journal import PoolRecord
-    from skyward.nodes.keeping import KeptNode, KeptPool
     from skyward.nodes.occupancy import Occupancy
+    from skyward.nodes.records import KeptNode, KeptPool, PoolRecord
     from skyward.worker.jobs import Job
 
     NodeWorkers = tuple[KeptNode, int | None]
@@ -45,8 +44,8 @@ def ps(name: str | None) -> None:
     if name is not None:
         _show_pool(name)
         return
-    from skyward.nodes.journal import Journal
     from skyward.nodes.occupancy import occupancy, recorded_pools
+    from skyward.nodes.records import Journal
 
     found = recorded_pools(Journal())
     # Each pool that stays is asked who uses it, all at once: one may be out of reach.
@@ -97,10 +96,10 @@ def _document(pool: PoolRecord, kept: Occupancy | None) -> dict[str, object]:
 
 def _show_pool(name: str) -> None:
     """Print what a pool has now."""
-    from skyward.nodes import keeping
+    from skyward.nodes import records
     from skyward.nodes.occupancy import occupancy
 
-    record = keeping.read(name)
+    record = records.read(name)
     now = occupancy(record)
     nodes, jobs = _asked(record)
     if output.wants_json():
@@ -119,7 +118,7 @@ def _show_pool(name: str) -> None:
 def _asked(record: KeptPool) -> tuple[list[NodeWorkers], list[Job]]:
     """The nodes with the number of their worker processes, None if they do not answer; the jobs."""
     from skyward.compute.workbench.jobs import jobs_of
-    from skyward.nodes.reaching import ReachedPool
+    from skyward.nodes.kept import ReachedPool
 
     problems = (SkywardError, OSError, EOFError)
 

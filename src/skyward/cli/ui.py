@@ -43,7 +43,7 @@ def opened(url: str) -> Iterator[None]:
 
 def _tell_missing(names: Iterable[str]) -> None:
     """Say which of these pools do not stay: the page shows them if a process has them."""
-    staying = importlib.import_module("skyward.nodes.keeping").names()
+    staying = importlib.import_module("skyward.nodes.records").names()
     if missing := [repr(name) for name in names if name not in staying]:
         there = ", ".join(staying) or "none"
         click.echo(

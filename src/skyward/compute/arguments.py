@@ -19,9 +19,9 @@ from skyward.compute.choice import Spec
 from skyward.console.cells import kernel_shell
 from skyward.errors import ConfigurationError
 from skyward.files.mounts import PACKAGES
-from skyward.nodes import keeping
+from skyward.nodes import records
 from skyward.nodes.deliveries import SentFolder
-from skyward.nodes.keeping import KeptPool
+from skyward.nodes.records import KeptPool
 from skyward.nodes.spec import PoolSpec, Preparations
 from skyward.plugins.plugin import (
     Cluster,
@@ -189,9 +189,9 @@ def _idle_limit(keep: bool | float, name: str | None) -> float | None:
             f"Compute(keep={keep!r}): a pool that stays needs a name to be found by; write "
             "Compute(name='train', keep=True)"
         )
-    keeping.check_name(name)
-    if keeping.path_of(name).exists():
-        raise keeping.exists(name)
+    records.check_name(name)
+    if records.path_of(name).exists():
+        raise records.exists(name)
     return 0.0 if keep is True else float(keep)
 
 
@@ -200,7 +200,7 @@ def _recorded(spec: PoolSpec, plugins: tuple[Plugin, ...]) -> str:
     parts = {each.name: getattr(spec, each.name) for each in fields(PoolSpec)}
     del parts["provider"], parts["recorded"], parts["id"]
     try:
-        return keeping.pickled({**parts, "plugins": plugins})
+        return records.pickled({**parts, "plugins": plugins})
     except Exception as problem:
         raise ConfigurationError(
             f"Compute(keep=...): the pool's plugins and image cannot be written down for other "
@@ -210,7 +210,7 @@ def _recorded(spec: PoolSpec, plugins: tuple[Plugin, ...]) -> str:
 
 def restored(record: KeptPool, provider: Provider) -> tuple[PoolSpec, tuple[Plugin, ...]]:
     """The specification and the plugins of a pool that stays, from its record."""
-    parts = keeping.unpickled(record)
+    parts = records.unpickled(record)
     plugins: tuple[Plugin, ...] = parts.pop("plugins")
     spec = PoolSpec(provider=provider, recorded=record.spec, id=record.id, **parts)
     if record.stopped and record.count and spec.nodes.floor == spec.nodes.ceiling:

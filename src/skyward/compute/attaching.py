@@ -13,13 +13,11 @@ from skyward.compute import Compute, shown_from_outside
 from skyward.compute.listening import OnEvent, check_callback
 from skyward.context import POOL_VARIABLE
 from skyward.errors import ConfigurationError, PoolError
-from skyward.nodes import keeping
+from skyward.nodes import records
 from skyward.nodes.cleanup import REMOVE_SECONDS, Cleaned, halt
-from skyward.nodes.journal import Journal, PoolRecord
-from skyward.nodes.keeper import note_pool
-from skyward.nodes.keeping import KeptPool
+from skyward.nodes.kept import ReachedPool, note_pool, provider_of, stopped_machines
 from skyward.nodes.occupancy import end, recorded_pools
-from skyward.nodes.reaching import ReachedPool, provider_of, stopped_machines
+from skyward.nodes.records import Journal, KeptPool, PoolRecord
 from skyward.providers import Stopper, providers_with, stops
 
 OWN = ("local", "ssh")
@@ -49,7 +47,7 @@ def reach(name: str, *, forget: bool = False) -> ReachedPool:
 
     With `forget`, the record of a pool whose machines are gone is removed.
     """
-    record = keeping.read(name)
+    record = records.read(name)
     if record.stopped:
         _check_stopped(record)
         raise PoolError(f"{name} is stopped; `sky start {name}` starts it again")
@@ -78,7 +76,7 @@ class StoppedPool:
 
 def stop_pool(name: str, *, force: bool) -> StoppedPool:
     """End the agents and workers of a pool, stop its machines, and keep its record."""
-    record = keeping.read(name)
+    record = records.read(name)
     if record.stopped and not record.ending:
         raise PoolError(f"{name} is stopped already; `sky start {name}` starts it again")
     if record.provider not in OWN:
@@ -123,7 +121,7 @@ def _check_stops(record: KeptPool) -> None:
 
 def start_pool(name: str) -> int:
     """Start a stopped pool again, and return the number of its nodes."""
-    record = keeping.read(name)
+    record = records.read(name)
     provider = provider_of(record)
     _check_stopped(record)
     if not record.stopped:
@@ -137,8 +135,8 @@ def start_pool(name: str) -> int:
     except BaseException as problem:
         if stops(provider):
             _stop_again(record, provider, problem)
-        if name not in keeping.names():
-            keeping.write(record)
+        if name not in records.names():
+            records.write(record)
         raise
     if stops(provider):
         asyncio.run(_remove_others(provider, record.id, nodes))
@@ -163,8 +161,8 @@ def _noted_as_stopped(record: KeptPool) -> KeptPool:
     """Write down that a pool is stopped: its machines were, or have ended by themselves."""
     count = len(record.nodes) or record.count
     stopped = msgspec.structs.replace(record, nodes=[], stopped=True, count=count)
-    with keeping.changing(record.name):
-        keeping.write(stopped)
+    with records.changing(record.name):
+        records.write(stopped)
     return stopped
 
 

@@ -37,9 +37,7 @@ from skyward.errors import (
 )
 from skyward.functions import Future, Pending
 from skyward.nodes.fleet import Fleet
-from skyward.nodes.inside import way_back
-from skyward.nodes.keeper import identity
-from skyward.nodes.reaching import ReachedPool
+from skyward.nodes.kept import ReachedPool, identity, way_back
 from skyward.objects import encoding, stored
 from skyward.objects.encoding import Encoded
 from skyward.objects.payloads import Pieces

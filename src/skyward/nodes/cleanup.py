@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from skyward import bootstrap
 from skyward.errors import PoolError
-from skyward.nodes import keeping
-from skyward.nodes.journal import Journal, PoolRecord
+from skyward.nodes import records
+from skyward.nodes.records import Journal, PoolRecord
 from skyward.providers import (
     Allocation,
     Collector,
@@ -114,7 +114,7 @@ def whose(journal: Journal, remains: Remains) -> Whose:
     """
     record = next((pool for pool in journal.pools() if pool.id == remains.pool), None)
     name = record.name if record is not None else remains.name
-    if keeping.find(remains.pool) is not None or name in keeping.damaged():
+    if records.find(remains.pool) is not None or name in records.damaged():
         # It stays without a client, which is as it should be.
         return "running"
     if record is not None and record.client != "elsewhere":

@@ -16,6 +16,7 @@ from concurrent.futures import wait
 from types import MappingProxyType
 from typing import Any
 
+from skyward import providers
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.loop import Loop
 from skyward.calls.packer import Packer
@@ -35,24 +36,26 @@ from skyward.errors import (
 from skyward.events import CostCounted, EventStream, NodeStarting
 from skyward.files.transfer import Synced
 from skyward.functions import Pending
-from skyward.nodes import provider_loop, reaching
-from skyward.nodes.briefing import Briefing
+from skyward.nodes.briefing import Briefing, Preparer
 from skyward.nodes.deliveries import Deliveries
 from skyward.nodes.devices import PoolDevices
-from skyward.nodes.host import DESTROY_SECONDS, Host
-from skyward.nodes.journal import Journal, NoJournal
-from skyward.nodes.keeper import PoolKeeper, authority_of, new_record, note_pool
-from skyward.nodes.keeping import KeptNode, KeptPool
-from skyward.nodes.ledger import Ledger
+from skyward.nodes.host import DESTROY_SECONDS, Host, Ledger
+from skyward.nodes.kept import (
+    Adoption,
+    PoolKeeper,
+    authority_of,
+    end_allocation,
+    lock,
+    new_record,
+    note_pool,
+)
 from skyward.nodes.node import PING_SECONDS, Node, NodeView, Roster
 from skyward.nodes.occupancy import check_jobs
-from skyward.nodes.preparation import Preparer
-from skyward.nodes.provider_loop import connecting
-from skyward.nodes.reaching import Adoption, lock
+from skyward.nodes.records import Journal, KeptNode, KeptPool, NoJournal
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks, read_stacks
 from skyward.nodes.usage import NodeUsage, UsageDesk
-from skyward.providers import Machine, Order
+from skyward.providers import Machine, Order, connecting
 from skyward.spec import Nodes, Options
 from skyward.state.link import OWNER, RemoteLink
 from skyward.wire.asking import ServiceConnection
@@ -831,7 +834,7 @@ class Fleet:
         wait([node.end_run() for node in self.nodes], RUN_SECONDS)
         for node in self.nodes:
             node.forget()
-        reaching.end(self.allocation)
+        end_allocation(self.allocation)
 
     def _part(self, seconds: float) -> None:
         """Part from all executors, then from the agents; each waits for so many seconds at most.
@@ -872,7 +875,7 @@ class Fleet:
                 self.keeper.forget()
             swept = not spare and (not self._opened or self._swept())
             try:
-                reaching.end(self.allocation)
+                end_allocation(self.allocation)
             finally:
                 if swept:
                     self._journal.close_pool(self.id)
@@ -884,7 +887,7 @@ class Fleet:
         """
         if self._journal.has_machines(self.id):
             return False
-        sweeping = provider_loop.submit(self.allocation.sweep())
+        sweeping = providers.submit(self.allocation.sweep())
         try:
             sweeping.result(SWEEP_SECONDS)
         except Exception as problem:

@@ -1,4 +1,4 @@
-"""A host: a provider's machine with an agent on it, and the ways to the processes there."""
+"""A host: a provider's machine with an agent on it, the ways to the processes there, its cost."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import math
 import os
+import signal
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from skyward import bootstrap
+import msgspec
+
+from skyward import bootstrap, providers
 from skyward.bootstrap import Environment
+from skyward.console.measures import duration
 from skyward.errors import ConfigurationError, NodeLostError, PoolStartError
-from skyward.nodes import provider_loop
-from skyward.nodes.agents import ChildAgent, DetachedAgent
-from skyward.nodes.journal import Journal, NoJournal
-from skyward.nodes.keeping import KeptNode
-from skyward.nodes.ledger import Charge, Ledger
-from skyward.providers import Allocation, Machine, Offer, Order, Provider
+from skyward.nodes.records import Journal, KeptNode, NoJournal
+from skyward.providers import Allocation, Equipment, Machine, Offer, Order, Provider, money
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
 from skyward.wire.connecting import GREETING_SECONDS, Dial, connect, direct, host_and_port
@@ -31,7 +34,9 @@ from skyward.wire.dial import PAUSES, Dialer, refused, refused_too_long
 from skyward.wire.identity import Credentials, node_name
 from skyward.wire.messages import Hello, Welcome
 from skyward.wire.versions import my_versions
+from skyward.worker import detached
 from skyward.worker.config import AgentConfig
+from skyward.worker.process import kill_group
 
 SETTLE_SECONDS = 2.0
 """How long the end of a node waits for the provider's `create` before it cancels it."""
@@ -158,7 +163,7 @@ class Host:
 
     def after_start(self) -> concurrent.futures.Future[None]:
         """Begin to have the machine go with its pool again: its agent is on record now."""
-        return provider_loop.submit(self._after_start())
+        return providers.submit(self._after_start())
 
     async def _after_start(self) -> None:
         machine = self._machine
@@ -296,7 +301,7 @@ class Host:
             self._bought_id = machine
             charge = self._charge = self._ledger.begin(offer)
             writing = self._note_purchase(self._noting, machine, charge, time.time())
-            self._noting = provider_loop.submit(writing)
+            self._noting = providers.submit(writing)
 
     async def _note_purchase(
         self,
@@ -363,7 +368,7 @@ class Host:
             except PoolStartError:
                 work.close()
                 raise
-            future: concurrent.futures.Future[T] = provider_loop.submit(self._noted(work))
+            future: concurrent.futures.Future[T] = providers.submit(self._noted(work))
             self._work = future
         try:
             return await asyncio.wrap_future(future)
@@ -447,7 +452,7 @@ class Host:
             return self._child.looks_dead()
         machine = self._machine
         if machine is not None and (self._looking is None or self._looking.done()):
-            self._looking = provider_loop.submit(self._look(machine))
+            self._looking = providers.submit(self._look(machine))
         return self._known_gone
 
     def has_ended(self) -> bool:
@@ -487,7 +492,7 @@ class Host:
         with self._lock:
             self._stopped = True
             work, child = self._work, self._child
-        return provider_loop.submit(self._end(seconds, work, child))
+        return providers.submit(self._end(seconds, work, child))
 
     async def _end(
         self,
@@ -613,9 +618,9 @@ class Routes:
         if self._is_direct and endpoint.startswith("tcp:"):
             return direct(endpoint, seconds)
         if endpoint.startswith("tcp:") and self._machine.forwards_to:
-            opening = provider_loop.submit(self._machine.forward(endpoint))
+            opening = providers.submit(self._machine.forward(endpoint))
         else:
-            opening = provider_loop.submit(self._machine.dial(endpoint))
+            opening = providers.submit(self._machine.dial(endpoint))
         try:
             return opening.result(seconds)
         except BaseException as problem:
@@ -677,3 +682,301 @@ class Approach:
             return None
         pause, self._pause = self._pause, min(2 * self._pause, self._longest)
         return pause
+
+
+# What machines cost.
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """One machine in the ledger."""
+
+    what: str
+    """The type of the machine, and how it was bought; empty if it was not bought."""
+    hourly_cost: float | None
+    began: float
+    ended: float | None = None
+
+
+class Ledger:
+    """Counts what machines cost; any thread may write."""
+
+    def __init__(
+        self, price: Callable[[], float | None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`price` returns the price of a machine that was bought without an offer."""
+        self._ask_price, self._clock = price, clock
+        self._charges: list[Charge] = []
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def price(self) -> float | None:
+        """The price of a machine without an offer; may ask the provider, once."""
+        return self._ask_price()
+
+    def begin(self, offer: Offer | None) -> Charge:
+        """Note that a machine was made; if its offer has no price, the price is unknown."""
+        if offer is None:
+            what, cost = "", self.price
+        else:
+            how = "spot" if offer.allocation == "spot" else "on demand"
+            what, cost = f"{offer.instance_type} {how}", offer.hourly_cost
+        charge = Charge(what, cost, self._clock())
+        with self._lock:
+            self._charges.append(charge)
+        return charge
+
+    def end(self, charge: Charge) -> None:
+        """Note that a machine is gone."""
+        if charge.ended is None:
+            charge.ended = self._clock()
+
+    @property
+    def cost(self) -> float | None:
+        """What the machines have cost so far, in US dollars; None if a price is unknown."""
+        return _sum(self._cost_of(charge) for charge in self._all())
+
+    @property
+    def hourly_cost(self) -> float | None:
+        """What the machines that are there cost in an hour; None if a price is unknown."""
+        return _sum(charge.hourly_cost for charge in self._all() if charge.ended is None)
+
+    def receipt(self) -> str:
+        """What was bought, for how long, and the cost; empty for machines that cost nothing.
+
+        >>> Ledger(lambda: None).receipt()
+        ''
+        """
+        charges = [charge for charge in self._all() if charge.what or charge.hourly_cost]
+        if not charges:
+            return ""
+        known = [cost for charge in charges if (cost := self._cost_of(charge)) is not None]
+        total = money(sum(known)) if known else "unknown"
+        if 0 < len(known) < len(charges):
+            total = f"at least {total}"
+        kinds = dict.fromkeys(charge.what for charge in charges)
+        bought = [self._line([e for e in charges if e.what == what]) for what in kinds]
+        return f"cost {total}: {', '.join(bought)}"
+
+    def _line(self, charges: list[Charge]) -> str:
+        total = duration(sum(self._seconds(charge) for charge in charges))
+        spans = total if len(charges) == 1 else f"{total} in all"
+        what = charges[0].what or ("machine" if len(charges) == 1 else "machines")
+        count = f"{len(charges)} x " if charges[0].what else f"{len(charges)} "
+        return f"{count}{what} for {spans}"
+
+    def _all(self) -> list[Charge]:
+        with self._lock:
+            return list(self._charges)
+
+    def _seconds(self, charge: Charge) -> float:
+        return (self._clock() if charge.ended is None else charge.ended) - charge.began
+
+    def _cost_of(self, charge: Charge) -> float | None:
+        if charge.hourly_cost is None:
+            return None
+        return charge.hourly_cost * self._seconds(charge) / 3600
+
+
+def _sum(costs: Iterable[float | None]) -> float | None:
+    known: list[float] = []
+    for cost in costs:
+        if cost is None:
+            return None
+        known.append(cost)
+    return sum(known, 0.0)
+
+
+# Agents on the client's own machine.
+
+
+START_SECONDS = 60.0
+LOOK_SECONDS = 0.02
+TERMINATE_SECONDS = 2.0
+"""How long an agent may take to end after a SIGTERM before it is killed."""
+QUOTED = 2000
+"""How many bytes of an agent's output, the last ones, the error of a failed start shows."""
+
+
+class ChildAgent:
+    """An agent that is a child process of the client.
+
+    Its methods run on the providers' loop, unless they say "any thread".
+    """
+
+    def __init__(self, machine: Machine, equipment: Equipment) -> None:
+        self.pid = 0
+        self._machine, self._equipment = machine, equipment
+        self._said = b""
+        self._news = asyncio.Event()
+        self._running: asyncio.Task[int] | None = None
+
+    async def start(self, config: AgentConfig) -> str:
+        """Start the process and return the endpoint that it announces."""
+        config.folder = self._equipment.folder
+        config.client_pid = os.getpid()
+        work = self._equipment.working_directory
+        if work is None and config.own_directory:
+            work = os.path.join(config.folder, "work")
+            os.makedirs(work, exist_ok=True)
+        if work is not None:
+            config.search_path.insert(0, work)
+            config.working_directory = work
+        command = [self._machine.python or "python3", "-P", "-m", "skyward.worker.agent"]
+        told = msgspec.json.encode(config) + b"\n"
+        running = self._machine.run(command, input=told, output=self._hear)
+        self._running = asyncio.create_task(self._run(running))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                while not (self._announcement or self._running.done()):
+                    await self._news.wait()
+                    self._news.clear()
+        if not self._announcement:
+            raise self._failure()
+        announced = msgspec.json.decode(self._announcement)
+        self.pid = int(announced["pid"])
+        return str(announced["endpoint"])
+
+    async def _run(self, running: Coroutine[Any, Any, int]) -> int:
+        try:
+            return await running
+        finally:
+            self._news.set()
+
+    def _hear(self, data: bytes) -> None:
+        if not self._announcement:
+            self._said = (self._said + data)[-(1 << 20) :]
+            self._news.set()
+
+    @property
+    def _announcement(self) -> bytes:
+        for line in self._said.splitlines(keepends=True):
+            if line.startswith(b'{"endpoint":') and line.endswith(b"\n"):
+                return line
+        return b""
+
+    def _failure(self) -> PoolStartError:
+        assert self._running is not None
+        if not self._running.done():
+            problem = f"did not start within {START_SECONDS:.0f} s"
+        elif (raised := self._running.exception()) is not None:
+            problem = f"could not be run: {raised}"
+        else:
+            problem = f"ended with exit status {self._running.result()}"
+        said = self._said.decode(errors="replace").strip()[-QUOTED:]
+        return PoolStartError(
+            f"node {self._machine.node}: its agent {problem}"
+            + (f"; it said:\n{said}" if said else "")
+        )
+
+    def looks_dead(self) -> bool:
+        """Whether the process has ended or is stopped by a signal; on any thread."""
+        if self._running is None or self._running.done():
+            return True
+        if not self.pid:
+            return False
+        # Imported here: few pools ask, and it takes a client 20 ms to start.
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        return True
+
+    def terminate(self) -> None:
+        """Ask the process to end; on any thread."""
+        if self.pid and self._running is not None and not self._running.done():
+            # A stopped process handles a SIGTERM only after it is continued.
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, number)
+
+    async def end(self, seconds: float) -> None:
+        """Wait for the process to end by itself, then ask it to end, then kill it."""
+        running = self._running
+        if running is None:
+            return
+        await asyncio.wait({running}, timeout=seconds)
+        if not running.done():
+            self.terminate()
+            await asyncio.wait({running}, timeout=TERMINATE_SECONDS if self.pid else 0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+class DetachedAgent:
+    """An agent that lives on when the client ends.
+
+    Its methods run on the providers' loop, unless they say "any thread".
+    """
+
+    def __init__(self, machine: Machine, equipment: Equipment) -> None:
+        self._machine, self._equipment = machine, equipment
+
+    @property
+    def pid(self) -> int:
+        """The process number; 0 if the agent does not run."""
+        return detached.running(Path(self._equipment.folder))
+
+    async def start(self, config: AgentConfig) -> str:
+        """Start the process and return the endpoint that it announces."""
+        config.folder = self._equipment.folder
+        config.client_pid = os.getpid()
+        work = self._equipment.working_directory
+        if work is not None:
+            config.search_path.insert(0, work)
+            config.working_directory = work
+        command = [
+            self._machine.python or "python3",
+            "-P",
+            "-m",
+            "skyward.worker.agent",
+            "--detached",
+        ]
+        said: list[bytes] = []
+        told = msgspec.json.encode(config)
+        code = await self._machine.run(command, input=told, output=said.append)
+        words = b"".join(said)
+        for line in reversed(words.splitlines()):
+            if code == 0 and line.startswith(b'{"endpoint":'):
+                return str(msgspec.json.decode(line)["endpoint"])
+        raise PoolStartError(
+            f"node {self._machine.node}: its agent did not start (exit status {code}); it said:\n"
+            + words.decode(errors="replace").strip()[-QUOTED:]
+        )
+
+    def looks_dead(self) -> bool:
+        """Whether the process has ended or is stopped by a signal; on any thread."""
+        pid = self.pid
+        if not pid:
+            return True
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        return True
+
+    def terminate(self) -> None:
+        """Ask the process to end; on any thread."""
+        pid = self.pid
+        if pid:
+            # A stopped process handles a SIGTERM only after it is continued.
+            for number in (signal.SIGTERM, signal.SIGCONT):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    async def end(self, seconds: float) -> None:
+        """Wait for the process to end by itself, then ask it to end, then kill it."""
+        if not await self._ended(seconds):
+            self.terminate()
+            if not await self._ended(TERMINATE_SECONDS):
+                pid = self.pid
+                if pid:
+                    kill_group(pid)
+
+    async def _ended(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.pid:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(LOOK_SECONDS)
+        return True

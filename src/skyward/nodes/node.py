@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from skyward import providers
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
@@ -50,15 +51,12 @@ from skyward.events import (
     NodeStarting,
     NodeStopped,
 )
-from skyward.nodes import provider_loop
 from skyward.nodes.host import Approach, Host, not_there
-from skyward.nodes.keeper import PoolKeeper, StartLease
-from skyward.nodes.keeping import KeptNode
-from skyward.nodes.provider_loop import connecting, in_thread
-from skyward.nodes.reaching import found_machines
+from skyward.nodes.kept import PoolKeeper, StartLease, found_machines
+from skyward.nodes.records import KeptNode
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import STANDING_SECONDS, Stacks, node_stacks, standing_of
-from skyward.providers import Allocation, Machine
+from skyward.providers import Allocation, Machine, connecting, in_thread
 from skyward.wire import messages
 from skyward.wire.asking import ServiceConnection
 from skyward.wire.channel import Channel
@@ -600,7 +598,7 @@ class Node:
     def start(self) -> None:
         """Begin the life of a new node."""
         self._fleet.prospects.expect(self.index)
-        provider_loop.submit(self.run()).add_done_callback(_show_failure)
+        providers.submit(self.run()).add_done_callback(_show_failure)
 
     async def run(self) -> None:
         """Live, on the providers' loop, until the node leaves the pool and this is cancelled.
@@ -777,7 +775,7 @@ class Node:
 
     def end_run(self) -> Future[None]:
         """Begin to end the node's life; the future is done when it has ended."""
-        return provider_loop.submit(self._end_run())
+        return providers.submit(self._end_run())
 
     async def _end_run(self) -> None:
         if self._run is not None:

@@ -14,18 +14,17 @@ import msgspec
 
 from skyward.console.measures import duration, size
 from skyward.errors import NodeLostError, PoolError, SkywardError
-from skyward.nodes import keeping
+from skyward.nodes import records
 from skyward.nodes.cleanup import Cleaned, clean, halt
 from skyward.nodes.deliveries import Deliveries, SentFolder
-from skyward.nodes.journal import Journal, MachineRecord, PoolRecord
-from skyward.nodes.keeping import KeptPool
-from skyward.nodes.reaching import (
+from skyward.nodes.kept import (
     MachinesGone,
     MachinesStopped,
     ReachedPool,
     check_here,
     provider_of,
 )
+from skyward.nodes.records import Journal, KeptPool, MachineRecord, PoolRecord
 from skyward.providers import Provider, stops
 from skyward.wire.asking import ServiceConnection
 from skyward.worker.jobs import JOB, Job
@@ -108,10 +107,10 @@ def journalled(record: KeptPool) -> PoolRecord:
 def recorded_pools(journal: Journal) -> list[tuple[PoolRecord, KeptPool | None]]:
     """All pools that the journal has, and those that stay, each with its record."""
     kept: dict[str, KeptPool] = {}
-    for name in keeping.names():
+    for name in records.names():
         # What cannot be read is in the journal, too, unless it came from another machine.
         with contextlib.suppress(PoolError):
-            record = keeping.read(name)
+            record = records.read(name)
             kept[record.id] = record
     found: list[tuple[PoolRecord, KeptPool | None]] = [
         (pool, kept.pop(pool.id, None)) for pool in journal.pools()
@@ -157,21 +156,21 @@ def end(
             # It is not removed yet: whatever ends this process, the pool keeps its name and keys.
             count = len(record.nodes) or record.count
             stopped = msgspec.structs.replace(record, nodes=[], stopped=True, count=count)
-            keeping.write(msgspec.structs.replace(stopped, ending=record.nodes))
+            records.write(msgspec.structs.replace(stopped, ending=record.nodes))
         try:
             if stop and stops(provider):
                 cleaned = halt(journal, pool, provider)
             else:
                 cleaned = clean(journal, pool)
         except BaseException:
-            keeping.write(record)
+            records.write(record)
             raise
         if cleaned.failures:
-            keeping.write(record)
+            records.write(record)
         elif stop:
-            keeping.write(stopped)
+            records.write(stopped)
         else:
-            keeping.forget(record.name, record.id)
+            records.forget(record.name, record.id)
     return dataclasses.replace(cleaned, unwritten=tuple(unwritten), brought=brought)
 
 
@@ -252,7 +251,7 @@ def _bring_back(pool: ReachedPool, problems: list[str]) -> int:
     if pool.record.inside:
         return 0
     try:
-        folders: tuple[SentFolder, ...] = keeping.unpickled(pool.record).get("folders", ())
+        folders: tuple[SentFolder, ...] = records.unpickled(pool.record).get("folders", ())
     except PoolError as problem:
         problems.append(f"folders that were sent: {problem}")
         return 0

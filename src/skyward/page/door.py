@@ -28,8 +28,8 @@ import msgspec
 
 from skyward import kernel
 from skyward.errors import SkywardError
-from skyward.nodes import keeping
-from skyward.nodes.reaching import ReachedPool
+from skyward.nodes import records
+from skyward.nodes.kept import ReachedPool
 from skyward.nodes.stacks import PoolStacks, Stacks, read_stacks
 from skyward.page.hub import Viewer, hub
 
@@ -263,7 +263,7 @@ def all_stacks(name: str | None = None) -> list[PoolStacks]:
     """
     asked = [partial(_of_process, address) for address in addresses()]
     found = {pool.pool: pool for pool in _asked(asked)}
-    kept = [each for each in keeping.names() if name in (None, each)]
+    kept = [each for each in records.names() if name in (None, each)]
     # A pool that stays is also one of the process that is attached to it.
     for pool in _asked([partial(_of_kept, each, set(found)) for each in kept]):
         found[pool.pool] = pool
@@ -295,7 +295,7 @@ def _of_process(address: str) -> list[PoolStacks]:
 
 def _of_kept(name: str, known: set[str]) -> list[PoolStacks]:
     try:
-        record = keeping.read(name)
+        record = records.read(name)
         if record.id in known or record.stopped:
             return []
         with ReachedPool(record) as pool:

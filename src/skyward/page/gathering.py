@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from skyward.errors import SkywardError
-from skyward.nodes import keeping
-from skyward.nodes.keeping import KeptNode, KeptPool
-from skyward.nodes.reaching import ReachedPool
+from skyward.nodes import records
+from skyward.nodes.kept import ReachedPool
+from skyward.nodes.records import KeptNode, KeptPool
 from skyward.page.door import VIEW, addresses, connect
 from skyward.page.hub import TICK_SECONDS, Hub
 from skyward.page.pool import Message, Row, ShownPool
@@ -113,7 +113,7 @@ class Gathering(Hub):
             self._measured = True
             self.hold()
             deadline = time.monotonic() + MEASURE_SECONDS
-            while (addresses() or keeping.names()) and time.monotonic() < deadline:
+            while (addresses() or records.names()) and time.monotonic() < deadline:
                 with self.lock:
                     if self.pools and all(pool.samples for pool in self.pools.values()):
                         break
@@ -159,7 +159,7 @@ class Gathering(Hub):
         now = time.monotonic()
         for watch in self._kept.values():
             watch.look_at_record()
-        for name in keeping.names():
+        for name in records.names():
             known = self._kept.get(name)
             wanted = not self._names or name in self._names
             waits = now - self._tried.get(name, -AGAIN_SECONDS) < AGAIN_SECONDS
@@ -192,7 +192,7 @@ class Gathering(Hub):
         identity, _, process = key.rpartition("-")
         kind = message["type"]
         if kind == "pool" and (not self._names or message["name"] in self._names):
-            of_kept = keeping.find(identity) is not None
+            of_kept = records.find(identity) is not None
             found[key] = ShownPool(key, message["name"], message["provider"])
             found[key].absorb(message)
             with self.lock:
@@ -431,7 +431,7 @@ class KeptWatch:
 
     def _found_mark(self) -> tuple[int, int]:
         try:
-            found = keeping.path_of(self.name).stat()
+            found = records.path_of(self.name).stat()
         except OSError:
             return 0, 0
         return found.st_ino, found.st_mtime_ns
@@ -482,7 +482,7 @@ class KeptWatch:
 
     def _read(self) -> KeptPool:
         self._mark = self._found_mark()
-        record = keeping.read(self.name)
+        record = records.read(self.name)
         with self.gathering.lock:
             self.known.write(record.nodes)
         return record

@@ -290,7 +290,7 @@ def _is_own(host: str) -> bool:
 def main() -> None:
     """Serve the page of the kept pool that the argument names, until a signal."""
     # Imported here: a pool that serves its own page needs none of it.
-    from skyward.nodes import keeping
+    from skyward.nodes import records
     from skyward.page.gathering import Gathering
     from skyward.worker.jobs import FOLDER
     from skyward.worker.services.page import ANNOUNCED
@@ -304,7 +304,7 @@ def main() -> None:
         signal.signal(number, end)
     name = sys.argv[1]
     try:
-        keeping.read(name)
+        records.read(name)
     except SkywardError as problem:
         sys.exit(str(problem))
     gathering = Gathering([name])

@@ -8,6 +8,7 @@ every provider passes.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import getpass
@@ -15,21 +16,35 @@ import hashlib
 import importlib
 import inspect
 import os
+import queue
 import socket
 import sys
+import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar, get_args, runtime_checkable
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeGuard,
+    TypeVar,
+    get_args,
+    runtime_checkable,
+)
 
 import platformdirs
 
 from skyward.accelerators import Accelerator
 from skyward.errors import ConfigurationError
 from skyward.spec import Image, Volume
+from skyward.staff import Staff
 
 
 @dataclass(frozen=True, slots=True)
@@ -668,3 +683,75 @@ def check_region(call: str, region: object) -> None:
 def state_folder() -> Path:
     """The folder, which `SKYWARD_STATE` may name; it need not exist yet."""
     return Path(os.environ.get("SKYWARD_STATE") or platformdirs.user_state_dir("skyward"))
+
+
+# The loop of providers.
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MOST_THREADS = 32
+"""How many blocking calls of providers run at once."""
+
+connecting = Staff("skyward-connect", most=64)
+"""The threads that make connections: each takes a few round trips."""
+
+_loop: asyncio.AbstractEventLoop | None = None
+_loop_lock = threading.Lock()
+
+
+def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin to run a coroutine on the providers' loop; the future can cancel it."""
+    try:
+        loop = _running_loop()
+    except BaseException:
+        work.close()  # else Python would warn that nobody has awaited it
+        raise
+    return asyncio.run_coroutine_threadsafe(work, loop)
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do on such a thread what waits; whoever cancels this waits for the end of the work."""
+    doing = asyncio.wrap_future(connecting.submit(work, *args, **kwargs))
+    try:
+        return await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        await asyncio.wait([doing])
+        raise
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            made: queue.SimpleQueue[asyncio.AbstractEventLoop | Exception] = queue.SimpleQueue()
+            threading.Thread(
+                target=_run_loop, args=(made,), name="skyward-providers", daemon=True
+            ).start()
+            found = made.get()
+            if isinstance(found, Exception):
+                raise found
+            _loop = found
+        return _loop
+
+
+def _run_loop(made: queue.SimpleQueue[asyncio.AbstractEventLoop | Exception]) -> None:
+    # Made on this thread: a Ctrl-C interrupts the main thread, and would leave half a loop.
+    try:
+        loop = asyncio.new_event_loop()
+        loop.set_default_executor(Staff("skyward-provider", MOST_THREADS))
+    except Exception as problem:
+        # Such as too many open files; whoever waits for the loop raises it.
+        made.put(problem)
+        return
+    made.put(loop)
+    loop.run_forever()
+
+
+def _forget_loop() -> None:
+    global _loop, _loop_lock
+    _loop, _loop_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_loop)

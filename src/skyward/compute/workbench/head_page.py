@@ -8,8 +8,7 @@ from typing import Any
 from skyward.closing import Closing
 from skyward.compute.workbench.forwarding import Forwarding
 from skyward.errors import ConfigurationError, NodeLostError, PoolError
-from skyward.nodes.inside import way_back
-from skyward.nodes.reaching import ReachedPool
+from skyward.nodes.kept import ReachedPool, way_back
 
 
 class HeadPage(Closing):
