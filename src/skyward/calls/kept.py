@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import queue
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyward.calls.freeing import free
 from skyward.errors import ConfigurationError, SerializationError
 from skyward.objects.kept import KeptTensors, Place, Span
 from skyward.objects.memory import rounded_up
@@ -15,6 +16,7 @@ from skyward.wire.messages import Places
 
 if TYPE_CHECKING:
     import torch
+
 
 _SMALL = 64 << 10
 """Smaller storages come to one piece of memory, and are then copied on the device: each piece that
@@ -145,3 +147,24 @@ def node_of_result(
         f"{name} is to leave its result on {device}, {problem}; give sky.remote the "
         "kind of a device instead, such as 'auto'"
     )
+
+
+_Held = list[object]
+
+
+def free(held: _Held) -> None:
+    """Drop what the list holds, soon; nothing else may hold it."""
+    _waiting().put(held)
+
+
+@functools.cache
+def _waiting() -> queue.SimpleQueue[_Held]:
+    # One thread for all: to start one for each call takes longer than the call has time for.
+    waiting: queue.SimpleQueue[_Held] = queue.SimpleQueue()
+    threading.Thread(target=_serve, args=(waiting,), name="skyward-free", daemon=True).start()
+    return waiting
+
+
+def _serve(waiting: queue.SimpleQueue[_Held]) -> None:
+    while True:
+        waiting.get().clear()

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyward.calls.freeing import free
+from skyward.calls.kept import free
 from skyward.calls.packed import PackedCall
 from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.relays import RELAY_MIN

@@ -11,11 +11,10 @@ import contextlib
 import functools
 import uuid
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from skyward.device.core import core, index_of
-from skyward.device.failures import failures
 from skyward.device.library import Life
 from skyward.device.recovery import Recovery, recoveries, summary
 from skyward.errors import ConfigurationError, DeviceError
@@ -28,6 +27,7 @@ from skyward.store.values import tensor_at
 
 if TYPE_CHECKING:
     import torch
+
 
 _PROCESS = uuid.uuid4().hex
 """Slots mean something to the process that made them, and to no other."""
@@ -248,3 +248,41 @@ def _lineage(serial: int) -> str:
 def _check_store(asked: str, store: object) -> None:
     if not isinstance(store, ModelStore):
         raise ConfigurationError(f"{asked}(..., {store!r}): give a sky.ModelStore")
+
+
+_TOGETHER = 128
+"""How many tensors one operation looks at."""
+
+
+def failures(index: int, flats: Sequence[torch.Tensor]) -> dict[int, str]:
+    """Which of these tensors of a device failed, by their positions, and what went wrong.
+
+    The tensors have one dimension and are not empty. Costs one wait if there is none; errors that
+    nobody has seen yet must have been raised before.
+    """
+    found: dict[int, str] = {}
+    parts = [range(len(flats))] if flats else []
+    while parts:
+        part = parts.pop()
+        problem = _problem(index, [flats[at] for at in part])
+        if problem is not None and len(part) == 1:
+            found[part[0]] = problem
+        elif problem is not None:
+            half = len(part) // 2
+            parts += [part[:half], part[half:]]
+    return found
+
+
+def _problem(index: int, flats: list[torch.Tensor]) -> str | None:
+    import torch
+
+    try:
+        firsts = [
+            torch.cat([flat[:1] for flat in flats[at : at + _TOGETHER]])
+            for at in range(0, len(flats), _TOGETHER)
+        ]
+        torch.cat(firsts).cpu()
+    except Exception as problem:
+        core().stats(index)  # raises if the device itself is gone
+        return str(problem).partition("\n")[0]
+    return None
