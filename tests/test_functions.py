@@ -1029,7 +1029,7 @@ def test_helper_modules_beside_the_script_travel_by_value(tmp_path):
 
 def python(script, *args):
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 MAIN_SCRIPT = """
@@ -1077,7 +1077,7 @@ def script_output(tmp_path_factory):
     script = tmp_path_factory.mktemp("main") / "script.py"
     script.write_text(MAIN_SCRIPT)
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return dict(line.split(": ", 1) for line in done.stdout.splitlines())
 

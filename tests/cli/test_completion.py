@@ -32,7 +32,7 @@ def completed(line: str, folder: Path) -> tuple[list[str], set[str]]:
         env=os.environ | asked,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         cwd=folder,
     )
     assert done.stderr == ""

@@ -195,7 +195,7 @@ def test_a_worker_gets_source_only_for_a_task_that_is_in_a_debugger() -> None:
     for number in (6, 7):
         desk._sessions = [DebuggerSession(lane, number, "f", None, reads_pipe=False)]
         desk.heard(lane, None, DebuggerSays(7, "source", __file__))
-        answer = told.get(timeout=30)
+        answer = told.get(timeout=200)
         assert (answer.task, answer.event, answer.file) == (7, "source", __file__)
         texts.append(answer.text)
     assert texts[0] == ""

@@ -241,7 +241,7 @@ def test_a_forked_child_and_another_client_may_end_as_processes_do(device: torch
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     assert done.stdout.split() == ["7", "6.0", "6.0"]
@@ -270,7 +270,7 @@ def test_a_forked_child_may_open_a_device_of_its_own(device: torch.device) -> No
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     assert done.stdout.split() == ["3.0", "0", "6.0"]

@@ -54,7 +54,7 @@ class Ends:
             self.network.dial,
         )
         self.client, _ = self.dialer.open()
-        self.worker = self.accepted.get(timeout=30)
+        self.worker = self.accepted.get(timeout=200)
 
     def hello(self, **changes: object) -> Hello:
         """What the client would say on a new connection, but for some details."""
@@ -213,7 +213,7 @@ def test_one_refusal_after_a_slow_attempt_proves_nothing(
     hello = Hello(POOL, "data")
     dialer = Dialer(ends.listener.endpoint, hello, ends.credentials, NAME, dial, gone="gone")
     client, _ = dialer.open()
-    worker = ends.accepted.get(timeout=30)
+    worker = ends.accepted.get(timeout=200)
     slow.append(0.5)
     ends.network.cut()
     worker.send(Ping(1))

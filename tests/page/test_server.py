@@ -193,7 +193,9 @@ def test_a_stream_begins_with_the_pools_and_goes_on_with_what_happens(
 
 
 def test_the_nodes_are_measured_while_somebody_looks(stream: Stream) -> None:
-    sample = next(message for message in stream if message["type"] == "sample")
+    # A node of a busy machine may answer too late for a sample, and is in the next one.
+    samples = (message for message in stream if message["type"] == "sample")
+    sample = next(each for each in samples if len(each["usage"]) == 2)
     assert [row[0] for row in sample["usage"]] == [0, 1]
     _, cpu, used, total, incoming, outgoing, gpus, received, sent = sample["usage"][0]
     assert 0 <= cpu <= 100

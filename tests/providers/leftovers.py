@@ -91,7 +91,7 @@ def press_ctrl_c(script: Script, phase: str, journal: Journal) -> list[str]:
     with script.reaching(phase) as process:
         pools = [pool.id for pool in journal.pools()]
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=200)
         assert process.returncode != 0
     assert journal.pools() == []
     return pools
@@ -108,7 +108,7 @@ def sky_says(*command: str) -> str:
 
 def podman_says(*command: str) -> str:
     """What a command of `podman` prints."""
-    done = subprocess.run(["podman", *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["podman", *command], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -123,7 +123,7 @@ class RayCluster:
     def stop(self) -> None:
         """End everything of it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=30)
+            self._process.communicate(timeout=200)
         self._process.kill()
         self._process.communicate()
         for process in psutil.process_iter():
@@ -163,7 +163,7 @@ class RayCluster:
             method=method,
             headers={"Authorization": f"Bearer {self.token}"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=200) as answer:
             return json.loads(answer.read() or b"null")
 
     def _listed(self, kind: str) -> list[dict[str, Any]]:

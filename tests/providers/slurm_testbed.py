@@ -77,7 +77,7 @@ def provider(**changed: Any) -> sky.Slurm:
 
 def says(*command: str) -> str:
     """What a command of Slurm's prints."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

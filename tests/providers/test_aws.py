@@ -46,7 +46,7 @@ def podman(*command: str) -> str:
     """What a command about the machine of an instance says; nothing if there is none."""
     variables = os.environ | podman_variables()
     done = subprocess.run(
-        ["podman", *command], capture_output=True, text=True, env=variables, timeout=60
+        ["podman", *command], capture_output=True, text=True, env=variables, timeout=200
     )
     return done.stdout.strip()
 

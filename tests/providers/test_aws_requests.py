@@ -139,7 +139,7 @@ def test_access_through_systems_manager_needs_its_plugin(
 def test_a_key_of_the_users_is_imported_and_stays_where_it_is(aws: Gateway, tmp_path: Path) -> None:
     own = tmp_path / "own"
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own)]
-    subprocess.run(command, check=True, timeout=30)
+    subprocess.run(command, check=True, timeout=200)
 
     attempt(sky.AWS(key=str(own)))
 
@@ -365,7 +365,7 @@ def test_the_module_that_waits_for_the_notice_prints_one_line_and_ends(aws: Gate
         env=os.environ | {"AWS_EC2_METADATA_SERVICE_ENDPOINT": aws.metadata.local_url},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert (done.returncode, done.stdout) == (0, "0 AWS will terminate the spot instance\n")
 

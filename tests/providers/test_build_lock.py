@@ -21,7 +21,7 @@ def answers(folder: Path, script: str) -> list[str]:
         "look_until_stale() { looks=1; until is_stale $1; do looks=$((looks + 1)); done; }\n"
     )
     command = ["sh", "-c", paths + build[start:end] + script]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     return done.stdout.split()
 
 

@@ -257,7 +257,7 @@ def relayed(data: bytes, *, framed: bool) -> tuple[bytes, bytes]:
     sent = struct.pack(">I", len(data)) + data + struct.pack(">I", 0) if framed else data
     with relay:
         try:
-            back, _ = relay.communicate(text + sent, timeout=30)
+            back, _ = relay.communicate(text + sent, timeout=200)
         finally:
             relay.kill()
     answering.join(100)

@@ -458,7 +458,7 @@ def test_a_relay_without_a_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         [sys.executable, "-c", program("relay"), "keeper-now", "{}"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=200,
     )
 
     assert (done.returncode, done.stderr) == (69, "skyward: no keeper runs on this node\n")
@@ -506,7 +506,7 @@ def run_script(site: Site, **variables: str) -> int:
         {"pool": "p", "nodes": [0, 1], "idle": 1}, ["--quiet"], ["--step"]
     )
     env = {"PATH": f"{site.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "42", **variables}
-    return subprocess.run(["sh"], input=text, env=env, timeout=30).returncode
+    return subprocess.run(["sh"], input=text, env=env, timeout=200).returncode
 
 
 def test_why_the_keepers_failed_is_told_though_the_job_has_no_folder_for_files(site: Site) -> None:

@@ -40,7 +40,7 @@ def run(*args: str, code: int = 0) -> str:
 
 def first_pool(url: str) -> dict[str, Any]:
     """What the page tells first of the pool."""
-    with urlopen(url.replace("/?", "/stream?"), timeout=30) as stream:
+    with urlopen(url.replace("/?", "/stream?"), timeout=200) as stream:
         lines = (line[6:] for line in stream if line.startswith(b"data: "))
         told = (message for line in lines for message in json.loads(line))
         found: dict[str, Any] = next(each for each in told if each["type"] == "pool")

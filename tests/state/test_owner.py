@@ -294,7 +294,7 @@ def test_a_process_that_closes_or_dies_frees_its_locks_at_once(
         first.channel.abort()
     else:
         first.close()
-    assert other.perform(acquisition(timeout=30.0)) == [2, True]
+    assert other.perform(acquisition(timeout=60.0)) == [2, True]
 
 
 def test_a_dead_process_with_unread_answers_frees_its_locks_at_once(
@@ -310,7 +310,7 @@ def test_a_dead_process_with_unread_answers_frees_its_locks_at_once(
     dying.send(Question("acquire", acquire, 1))
     select.select([mine], [], [], 30)
     dying.close()
-    assert other.perform(acquisition(timeout=30.0)) == [2, True]
+    assert other.perform(acquisition(timeout=60.0)) == [2, True]
 
 
 @sky.function

@@ -122,7 +122,7 @@ def test_a_counter_is_set_if_it_is_what_the_caller_thinks(pool: sky.Compute, nam
 
 def test_each_item_of_a_queue_goes_to_one_task(pool: sky.Compute, name: str) -> None:
     jobs: sky.queue[int] = sky.queue(name)
-    futures = [does("[q.get(timeout=30) for _ in range(5)]", q=jobs) > pool for _ in range(4)]
+    futures = [does("[q.get(timeout=200) for _ in range(5)]", q=jobs) > pool for _ in range(4)]
     for number in range(20):
         jobs.put(number)
     assert sorted(n for future in futures for n in future.result(100)) == list(range(20))
@@ -140,7 +140,7 @@ def test_a_full_queue_makes_the_producer_wait(pool: sky.Compute, name: str) -> N
     with pytest.raises(queue.Full, match=r"had no room for 0\.05 s"):
         jobs.put("c", timeout=0.05)
     producer = does("q.put('c')", q=sky.queue(name)) > pool
-    assert [jobs.get(timeout=30) for _ in range(3)] == ["a", "b", "c"]
+    assert [jobs.get(timeout=200) for _ in range(3)] == ["a", "b", "c"]
     producer.result(100)
     with pytest.raises(queue.Empty):
         jobs.get_nowait()
@@ -245,7 +245,7 @@ def test_a_cancelled_wait_takes_no_item(
     # Cancelled for the caller at once, on the node a little later.
     eventually(lambda: not any(node.running for node in pool.nodes))
     jobs.put("kept")
-    assert jobs.get(timeout=30) == "kept"
+    assert jobs.get(timeout=200) == "kept"
 
 
 def test_a_dead_waiter_takes_no_item(pool: sky.Compute, name: str, eventually: Eventually) -> None:
@@ -371,7 +371,7 @@ def test_outside_of_a_pool_the_objects_are_those_of_this_process() -> None:
         jobs: sky.queue[int] = sky.queue("alone")
         thread = threading.Thread(target=lambda: jobs.put(1))
         thread.start()
-        assert jobs.get(timeout=30) == 1
+        assert jobs.get(timeout=200) == 1
         thread.join()
         with pytest.raises(queue.Empty):
             jobs.get(timeout=0.01)

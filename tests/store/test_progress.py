@@ -184,7 +184,7 @@ def test_nothing_is_drawn_where_there_is_no_terminal(folder: Path) -> None:
         "    sys.exit(progress is not UNWATCHED or 'rich' in sys.modules)"
     )
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=200)
 
     assert (done.returncode, done.stderr) == (0, b"")
 

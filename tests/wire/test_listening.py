@@ -65,7 +65,7 @@ def test_both_places_lead_to_it(
         channel, _ = connect(
             endpoint, Hello("pool", "data"), authority.issue(CLIENT), "node.skyward"
         )
-        accepted.get(timeout=30).close()
+        accepted.get(timeout=200).close()
         channel.close()
 
 
@@ -82,7 +82,7 @@ def test_only_the_unix_socket_is_open_to_who_has_no_certificate(
             assert len(plain.recv(4096)) < 16, "an alert at most"
     assert accepted.empty()
     channel, _ = connect(private, Hello("pool", "data"), None, "node.skyward")
-    accepted.get(timeout=30).close()
+    accepted.get(timeout=200).close()
     channel.close()
 
 
@@ -135,7 +135,7 @@ def test_an_ipv6_address_is_listened_on_and_found(
     made = Listener(where, "pool", credentials, lambda channel, hello: accepted.put(channel))
     endpoint = made.endpoint.split(" ")[1]
     channel, _ = connect(endpoint, Hello("pool", "data"), authority.issue(CLIENT), "node.skyward")
-    accepted.get(timeout=30).close()
+    accepted.get(timeout=200).close()
     channel.close()
     made.close()
 

@@ -50,7 +50,7 @@ def test_a_device_process_that_cannot_listen_to_its_agent_ends_and_says_why() ->
         )
         try:
             ours.sendall(b'{"do": "dance"}\n')
-            _, problems = process.communicate(timeout=30)
+            _, problems = process.communicate(timeout=200)
         finally:
             process.kill()
     assert process.returncode == 1

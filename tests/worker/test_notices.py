@@ -33,7 +33,7 @@ def notice_of(name: str) -> Message:
     watching = Notices(name, told.put)
     watching.start()
     try:
-        return told.get(timeout=30)
+        return told.get(timeout=200)
     finally:
         watching.close()
 

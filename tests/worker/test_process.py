@@ -94,7 +94,7 @@ def test_a_device_killed_by_a_real_time_signal_is_told(config: AgentConfig) -> N
     os.kill(up.pid, REAL_TIME)
 
     reason = f"its process was killed by signal {int(REAL_TIME)}"
-    assert told.get(timeout=60) == DeviceDown(1, reason)
+    assert told.get(timeout=200) == DeviceDown(1, reason)
     devices.close_all()
 
 
