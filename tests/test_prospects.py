@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skyward.calls.prospects import Prospects
+from skyward.calls.scheduler import Prospects
 
 
 @dataclass

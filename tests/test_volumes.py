@@ -24,7 +24,7 @@ from skyward.files.scanner import Scanner
 from skyward.files.transfer import bring, send
 from skyward.files.volumes import BucketCopy, NodeVolume
 from skyward.nodes.deliveries import Deliveries, SentFolder
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 
 from .conftest import PATIENCE, only_in_all, wait_until
 

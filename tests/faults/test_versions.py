@@ -13,7 +13,7 @@ import pytest
 
 import skyward as sky
 from skyward.providers import Machine, Order
-from skyward.providers.local.machine import LocalMachine
+from skyward.providers.local import LocalMachine
 from skyward.wire.versions import check_compatible, my_versions
 
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"

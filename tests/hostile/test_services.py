@@ -14,7 +14,7 @@ import skyward as sky
 from skyward.errors import PoolError
 from skyward.files.items import FileItem, encode
 from skyward.nodes.fleet import Fleet
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 from skyward.wire.frames import INLINE_BODY
 from skyward.wire.messages import Question, Reply
 

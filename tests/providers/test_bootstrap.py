@@ -23,7 +23,7 @@ from skyward.bootstrap.recipe import Recipe
 from skyward.bootstrap.wheel import own_wheel
 from skyward.errors import ImageError, PoolStartError
 from skyward.providers import Order, Request
-from skyward.providers.local.machine import LocalMachine
+from skyward.providers.local import LocalMachine
 from skyward.spec import Image, PipIndex
 from skyward.wire import messages
 from skyward.wire.channel import Channel

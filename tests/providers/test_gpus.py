@@ -13,8 +13,7 @@ import skyward as sky
 from skyward import bootstrap
 from skyward.accelerators import Accelerator, Card
 from skyward.bootstrap import Environment, check_accelerators
-from skyward.providers import Order, Request
-from skyward.providers.local import cards
+from skyward.providers import Order, Request, local
 from skyward.spec import Image
 from skyward.worker.supervision import nth_card
 
@@ -268,7 +267,7 @@ def test_this_machine_is_asked_for_its_own_cards(
     tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SKYWARD_DEVICE", raising=False)
-    monkeypatch.setattr(cards, "_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(local, "_GPUS", tmp_path / "gpus")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     driver.add(0, "NVIDIA GeForce RTX 4090")
     driver.add(1, "NVIDIA A100-SXM4-40GB")

@@ -18,8 +18,7 @@ import skyward as sky
 from skyward.state.link import LocalLink, StateConnection, StateOperation
 from skyward.state.owner import FULL, Asked, Owner, Session
 from skyward.state.shared import _release
-from skyward.wire.asking import next_part
-from skyward.wire.channel import Channel
+from skyward.wire.channel import Channel, next_part
 from skyward.wire.messages import Question
 from skyward.worker.services.state import StateServer
 

@@ -11,11 +11,9 @@ import pytest
 
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
-from skyward.calls.packer import Packer
-from skyward.calls.parcels import NamedParcel, Parcel
-from skyward.calls.prospects import Prospects
+from skyward.calls.packer import NamedParcel, Packer, Parcel
 from skyward.calls.relays import Neighbor, Relays
-from skyward.calls.scheduler import Load
+from skyward.calls.scheduler import Load, Prospects
 from skyward.calls.task import Task
 from skyward.errors import WorkerDiedError
 from skyward.events import EventStream

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyward.calls.senders import Sending
+from skyward.calls.lane import Sending
 
 
 class Executor:
@@ -36,7 +36,7 @@ def begin(sending: Sending, lane: Any) -> threading.Event:
 @pytest.fixture
 def sending(monkeypatch: pytest.MonkeyPatch) -> Sending:
     """Two threads that send to executors within reach."""
-    monkeypatch.setattr("skyward.calls.senders.MOST", 2)
+    monkeypatch.setattr("skyward.calls.lane.MOST", 2)
     return Sending()
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import skyward as sky
 from skyward.nodes.stacks import Stacks, node_stacks
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 from skyward.worker import inspection
 
 from ..conftest import Eventually

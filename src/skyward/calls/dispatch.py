@@ -21,14 +21,12 @@ from skyward.calls.debuggers import DEBUG_KEY, ENVIRONMENT, DebuggerDesk, debug_
 from skyward.calls.device_tensors import BroadcastTensors, CallDevices, DeviceTensors
 from skyward.calls.held import HeldWorkers
 from skyward.calls.kept import KeptResult, ResultTensors, node_of_result
-from skyward.calls.lane import Lane, Lanes
+from skyward.calls.lane import Lane, Lanes, Sending
 from skyward.calls.loop import Borrower, Loop
 from skyward.calls.nested import Broadcast, NestedCalls
 from skyward.calls.packer import Packer
-from skyward.calls.prospects import Prospects
 from skyward.calls.results import ResultThread
-from skyward.calls.scheduler import Load
-from skyward.calls.senders import Sending
+from skyward.calls.scheduler import Load, Prospects
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import (
     WINDOW,

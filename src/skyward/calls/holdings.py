@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from skyward.calls.parcels import NamedParcel, Parcel
+from skyward.calls.packer import NamedParcel, Parcel
 from skyward.calls.relays import RELAY_MIN, Copy, Neighbor, Relays
 from skyward.calls.task import Task
 from skyward.objects import memory, payloads

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from skyward import handles, instances
-from skyward.calls.lane import PROMPT_BYTES, Lane
+from skyward.calls.lane import PROMPT_BYTES, Lane, Sending
 from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
-from skyward.calls.senders import Sending
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import Answer, Failed, Streaming, Task, Value
 from skyward.errors import PoolClosedError, PoolError, RemoteError

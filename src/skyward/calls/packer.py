@@ -8,17 +8,17 @@ import shutil
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyward.calls.kept import free
 from skyward.calls.packed import PackedCall
-from skyward.calls.parcels import NamedParcel, Parcel
 from skyward.calls.relays import RELAY_MIN
 from skyward.errors import ConfigurationError
 from skyward.functions import Future, Pending
 from skyward.objects import encoding, memory
-from skyward.objects.blobs import BLOB_MIN, BlobStore, Sources
+from skyward.objects.blobs import BLOB_MIN, Blob, BlobStore, Sources
 from skyward.objects.encoding import Code, Encoded
 from skyward.objects.handles import Handle
 
@@ -281,3 +281,40 @@ def split_streams(
 
 def _copied(encoded: Encoded) -> Encoded:
     return Encoded(encoded.pieces, list(encoded.buffers), encoded.storages, encoded.handles)
+
+
+# Parcels.
+
+
+HEAVY_BYTES = 1 << 18
+
+
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """An encoded object; its large buffers have digests, and may be held in shareable memory."""
+
+    encoded: Encoded
+    blobs: list[Blob] = field(default_factory=list)
+    """The large buffers in shareable memory; empty if they are sent from the caller's memory."""
+    digests: list[bytes] = field(default_factory=list)
+    large: list[memoryview] = field(default_factory=list)
+    by_value: Callable[[], Parcel] | None = None
+    """Makes the same parcel without references to a device's memory, for an executor that cannot
+    open that memory."""
+
+    @property
+    def heavy(self) -> bool:
+        """Whether sending the parcel may move many bytes through a socket."""
+        return bool(self.large) or self.encoded.size > HEAVY_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class NamedParcel:
+    """A parcel that executors keep under a key: a function's code, or data from `put`."""
+
+    key: bytes
+    parcel: Parcel
+    frozen: bool
+    """Whether it is data from `put`, which executors keep until its handle dies."""
+    fresh: bool = False
+    """Whether each task gets an object of its own: the result of another task."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from skyward.calls.kept import KeptResult, ResultTensors
 from skyward.calls.loop import Borrower, Timer
-from skyward.calls.parcels import NamedParcel, Parcel
+from skyward.calls.packer import NamedParcel, Parcel
 from skyward.calls.scheduler import Load
 from skyward.calls.spans import CallTrace
 from skyward.errors import RemoteError, SkywardError

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from skyward.calls.lane import Lane
-from skyward.calls.parcels import HEAVY_BYTES
+from skyward.calls.packer import HEAVY_BYTES
 from skyward.calls.task import Failed, Task
 from skyward.curves import Curves, Place
 from skyward.events import (

@@ -30,7 +30,7 @@ from skyward.errors import ConfigurationError, SkywardError
 from skyward.nodes import records
 from skyward.nodes.records import Journal
 from skyward.providers import Provider, answers, find_provider, state_folder
-from skyward.providers.local.cards import measured_cards
+from skyward.providers.local import measured_cards
 from skyward.settings import read_settings
 
 State = Literal["ok", "not set up", "problem", "broken"]

@@ -16,7 +16,7 @@ from skyward.functions import Function, Pending, remote
 from skyward.nodes.fleet import Fleet
 from skyward.objects import encoding
 from skyward.objects.kept import ValueBook, ValueTensors
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 from skyward.worker import kept_values
 from skyward.worker.kept_values import EncodedValue
 

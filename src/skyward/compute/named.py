@@ -41,7 +41,7 @@ from skyward.nodes.kept import ReachedPool, identity, way_back
 from skyward.objects import encoding, stored
 from skyward.objects.encoding import Encoded
 from skyward.objects.payloads import Pieces
-from skyward.wire.asking import PART, ServiceConnection
+from skyward.wire.channel import PART, ServiceConnection
 from skyward.wire.messages import Failure
 from skyward.worker.jobs import LIVE, RESULT, Job, JobState
 

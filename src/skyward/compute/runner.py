@@ -34,7 +34,7 @@ from skyward.events import CallStarted, Event
 from skyward.nodes.fleet import Fleet
 from skyward.objects import encoding, stored
 from skyward.objects.payloads import Pieces
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 from skyward.worker import output_log
 from skyward.worker.failures import CHAIN_DEPTH, portable, text, type_name
 from skyward.worker.jobs import FOLDER, GIVEN, JOB, OUTPUT, OUTPUT_KEPT, RESULT, JobState

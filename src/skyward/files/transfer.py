@@ -24,8 +24,7 @@ from skyward.files.items import FileItem, Listing, decode, encode, parents
 from skyward.files.scanner import Scanner, digest_of, holds
 from skyward.files.tree import Tree, blocked
 from skyward.wire import messages
-from skyward.wire.asking import ServiceConnection, whole_of
-from skyward.wire.channel import Bytes
+from skyward.wire.channel import Bytes, ServiceConnection, whole_of
 from skyward.wire.frames import Frame
 from skyward.wire.messages import Question, Reply
 

@@ -14,7 +14,7 @@ from skyward.files.items import FileItem, Listing
 from skyward.files.scanner import Scanner
 from skyward.files.transfer import Synced, bring, send
 from skyward.spec import Volume
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 from skyward.wire.messages import Question
 
 RECENT_SECONDS = 1.0

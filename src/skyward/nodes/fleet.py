@@ -20,8 +20,8 @@ from skyward import providers
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.loop import Loop
 from skyward.calls.packer import Packer
-from skyward.calls.prospects import Prospects
 from skyward.calls.relays import Relays
+from skyward.calls.scheduler import Prospects
 from skyward.calls.task import Task
 from skyward.console import Console
 from skyward.errors import (
@@ -58,8 +58,7 @@ from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.providers import Machine, Order, connecting
 from skyward.spec import Nodes, Options
 from skyward.state.link import OWNER, RemoteLink
-from skyward.wire.asking import ServiceConnection
-from skyward.wire.channel import Channel
+from skyward.wire.channel import Channel, ServiceConnection
 from skyward.wire.identity import CLIENT
 from skyward.wire.messages import (
     Detach,

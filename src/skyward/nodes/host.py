@@ -27,8 +27,7 @@ from skyward.console.measures import duration
 from skyward.errors import ConfigurationError, NodeLostError, PoolStartError
 from skyward.nodes.records import Journal, KeptNode, NoJournal
 from skyward.providers import Allocation, Equipment, Machine, Offer, Order, Provider, money
-from skyward.wire.asking import ServiceConnection
-from skyward.wire.channel import Channel
+from skyward.wire.channel import Channel, ServiceConnection
 from skyward.wire.connecting import GREETING_SECONDS, Dial, connect, direct, host_and_port
 from skyward.wire.dial import PAUSES, Dialer, refused, refused_too_long
 from skyward.wire.identity import Credentials, node_name

@@ -45,7 +45,7 @@ from skyward.providers import (
     stops,
 )
 from skyward.spec import Image
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 from skyward.wire.connecting import dial_here, direct
 from skyward.wire.identity import (
     KEPT_LIFETIME,

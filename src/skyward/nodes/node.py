@@ -24,9 +24,8 @@ from skyward import providers
 from skyward.calls.dispatch import Dispatcher
 from skyward.calls.lane import Lane
 from skyward.calls.loop import Loop
-from skyward.calls.prospects import Prospects
 from skyward.calls.relays import Neighbor, Relays
-from skyward.calls.scheduler import Load
+from skyward.calls.scheduler import Load, Prospects
 from skyward.calls.task import Standing, Task
 from skyward.console import Console
 from skyward.errors import (
@@ -58,8 +57,7 @@ from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import STANDING_SECONDS, Stacks, node_stacks, standing_of
 from skyward.providers import Allocation, Machine, connecting, in_thread
 from skyward.wire import messages
-from skyward.wire.asking import ServiceConnection
-from skyward.wire.channel import Channel
+from skyward.wire.channel import Channel, ServiceConnection
 from skyward.wire.connecting import host_and_port
 from skyward.wire.frames import Frame
 from skyward.wire.identity import Credentials

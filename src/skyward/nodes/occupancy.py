@@ -26,7 +26,7 @@ from skyward.nodes.kept import (
 )
 from skyward.nodes.records import Journal, KeptPool, MachineRecord, PoolRecord
 from skyward.providers import Provider, stops
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 from skyward.worker.jobs import JOB, Job
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from skyward.calls.task import Standing
 from skyward.errors import SkywardError
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 
 ANSWER_SECONDS = 12.0
 """How long the client waits for a node; its agent takes five seconds for a process that hangs."""

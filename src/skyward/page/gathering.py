@@ -25,7 +25,7 @@ from skyward.nodes.records import KeptNode, KeptPool
 from skyward.page.door import VIEW, addresses, connect
 from skyward.page.hub import TICK_SECONDS, Hub
 from skyward.page.pool import Message, Row, ShownPool
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 from skyward.worker.task_board import BUCKETS
 
 LOOK_SECONDS = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 
 
 class Reachable(Protocol):

@@ -20,7 +20,7 @@ from typing import Any
 from skyward.closing import Closing
 from skyward.compute.workbench import Reachable
 from skyward.errors import ConfigurationError, NodeLostError, SkywardError
-from skyward.wire.asking import PART
+from skyward.wire.channel import PART
 
 WINDOW = 1 << 20
 """How many bytes of input the agent holds until the command has taken them."""

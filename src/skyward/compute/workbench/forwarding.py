@@ -12,7 +12,7 @@ import threading
 from skyward.closing import Closing
 from skyward.compute.workbench import Reachable
 from skyward.errors import ConfigurationError, SkywardError
-from skyward.wire.asking import ServiceConnection
+from skyward.wire.channel import ServiceConnection
 
 CONNECTIONS_MOST = 128
 _PIECE = 64 << 10

@@ -14,7 +14,7 @@ import msgspec
 from skyward.compute.workbench import Reachable
 from skyward.errors import ConfigurationError, ImageError, NodeLostError
 from skyward.files import includes
-from skyward.wire.asking import PART
+from skyward.wire.channel import PART
 from skyward.worker.jobs import Job
 
 

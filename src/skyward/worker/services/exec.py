@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from skyward.errors import PoolError, ProtocolError
-from skyward.wire.asking import PART
+from skyward.wire.channel import PART
 from skyward.wire.messages import Reply
 from skyward.worker.jobs import environment_of
 from skyward.worker.program import ProgramConfig, RunningProgram

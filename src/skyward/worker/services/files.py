@@ -21,7 +21,7 @@ from skyward.files.transfer import PIECE, Told, arriving, listed, look, pieces
 from skyward.files.tree import STAGING, Tree
 from skyward.files.volumes import NodeVolume
 from skyward.wire import messages
-from skyward.wire.asking import whole_of
+from skyward.wire.channel import whole_of
 from skyward.wire.messages import Question
 from skyward.worker.services import Caller, Parts, answers
 

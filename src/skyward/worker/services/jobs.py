@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from skyward.errors import PoolError, ProtocolError
-from skyward.wire.asking import PART
+from skyward.wire.channel import PART
 from skyward.wire.messages import Size
 from skyward.worker import output_log
 from skyward.worker.jobs import GIVEN, LIVE, Job, JobState
