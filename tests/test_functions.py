@@ -510,7 +510,7 @@ def _rank_1_fails(folder):
 
 @pytest.mark.parametrize("asked", ["of the broadcast", "of the function"])
 def test_fail_fast_cancels_the_other_workers_of_a_broadcast(compute, tmp_path, asked, monkeypatch):
-    monkeypatch.setattr("skyward.compute.broadcasting.LOOK_SECONDS", 60.0)
+    monkeypatch.setattr("skyward.compute.broadcasts.LOOK_SECONDS", 60.0)
     decorated = sky.function(fail_fast=asked == "of the function")(_rank_1_fails)
 
     with pytest.raises(sky.BroadcastError) as caught:

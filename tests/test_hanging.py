@@ -13,7 +13,7 @@ import pytest
 
 import skyward as sky
 from skyward.calls.task import Failed, Standing
-from skyward.compute.broadcasting import Ranks, failures_told, first_failed
+from skyward.compute.broadcasts import Ranks, failures_told, first_failed
 from skyward.errors import Outcome
 from skyward.nodes.stacks import ProcessStacks, StackFrame, Stacks, ThreadStack, standing_of
 

@@ -27,7 +27,7 @@ from skyward.calls.scheduler import Load, Scheduler
 from skyward.calls.task import Failed
 from skyward.objects import encoding
 from skyward.wire.messages import Define, Payload, Start
-from skyward.worker.nesting import NestedFuture, NestedPool
+from skyward.worker.nested import NestedFuture, NestedPool
 from skyward.worker.places import ReadyTask, TaskPlaces
 
 from .conftest import ALL, Eventually

@@ -28,8 +28,8 @@ from skyward.nodes.node import Node, Roster
 from skyward.nodes.records import Journal
 from skyward.staff import Staff
 from skyward.wire.channel import Channel
-from skyward.wire.connecting import context_for
 from skyward.wire.dial import Dialer
+from skyward.wire.handshake import context_for
 from skyward.wire.identity import CLIENT, Authority
 from skyward.wire.link.connections import LinkLost
 from skyward.wire.messages import Hello, Message, Ping

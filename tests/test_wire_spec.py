@@ -17,7 +17,7 @@ from skyward.calls import streams as pool_streams
 from skyward.device import carrier, peers, pump
 from skyward.nodes import node
 from skyward.objects import blobs, memory
-from skyward.wire import connecting, dial, frames, listener, messages
+from skyward.wire import dial, frames, handshake, listener, messages
 from skyward.wire.link import incoming, large, outgoing, pair, records
 from skyward.worker import arrivals, relay
 from skyward.worker import streams as worker_streams
@@ -88,7 +88,7 @@ def test_the_header_is_as_described() -> None:
 
 
 def test_the_limits_are_those_of_the_code() -> None:
-    homes = (frames, connecting, listener, blobs, pool_streams)
+    homes = (frames, handshake, listener, blobs, pool_streams)
     for name, value, _ in table("limit", "value", "meaning"):
         (actual,) = {repr(getattr(home, name)) for home in homes if hasattr(home, name)}
         assert actual == value, name
@@ -107,7 +107,7 @@ def test_links_are_as_described() -> None:
         f"from 1 byte to {records.RECORD_MAX >> 20} MiB",
         f"for every {incoming.COUNT_EVERY >> 20} MiB received",
         f"keeps more than {outgoing.LINK_WINDOW >> 20} MiB",
-        f"the refusal `{connecting.SESSION_UNKNOWN}`",
+        f"the refusal `{handshake.SESSION_UNKNOWN}`",
         f"no `Ping` back for {node.SILENCE_SECONDS:g} s",
         f"refused connections for {dial.REFUSED_SECONDS:g} s",
         f"at least {pair.FAR_SECONDS * 1e3:g} ms apart",

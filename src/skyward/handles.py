@@ -31,8 +31,8 @@ from skyward.objects.payloads import Pieces
 from skyward.state.link import SLICE_SECONDS, Slot, wait_readable, worker_state
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.connecting import connect_peer
 from skyward.wire.frames import Frame
+from skyward.wire.handshake import connect_peer
 from skyward.wire.identity import PEER
 from skyward.wire.messages import (
     OBJECT_CALLS,

@@ -61,7 +61,7 @@ from skyward.providers import (
     owner,
 )
 from skyward.spec import Image
-from skyward.wire.connecting import dial_here
+from skyward.wire.handshake import dial_here
 
 PATIENCE = 30.0
 """How many seconds a test waits for a condition before it fails."""

@@ -30,7 +30,7 @@ from skyward.nodes.node import Node, Roster
 from skyward.nodes.records import NoJournal
 from skyward.providers import Machine, Order
 from skyward.testing import plain_request
-from skyward.wire import connecting
+from skyward.wire import handshake
 from skyward.wire.messages import Hello
 
 from ..conftest import Eventually, only_in_all
@@ -93,7 +93,7 @@ def test_a_worker_without_a_processor_has_time_to_greet(monkeypatch: pytest.Monk
 
     def connect(endpoint: str, hello: Hello, credentials: None, name: str, seconds: float) -> Any:
         allowed[hello.role] = seconds
-        return connecting.connect(endpoint, hello, credentials, name, seconds)
+        return handshake.connect(endpoint, hello, credentials, name, seconds)
 
     monkeypatch.setattr(hosts, "connect", connect)
     with sky.Compute(options=QUIET):

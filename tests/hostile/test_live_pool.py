@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.wire.connecting import connect
 from skyward.wire.frames import header
+from skyward.wire.handshake import connect
 from skyward.wire.identity import Authority, Credentials
 from skyward.wire.messages import STREAMED, Buffer, Hello, Payload, Result
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import skyward as sky
 from skyward.providers import Machine, Order
-from skyward.wire.connecting import direct
+from skyward.wire.handshake import direct
 
 from ..conftest import ALL
 from ..device.proxy import Proxy

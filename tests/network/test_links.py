@@ -16,8 +16,8 @@ import pytest
 from skyward.errors import AuthenticationError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.connecting import SessionUnknownError, connect_pair, direct
 from skyward.wire.dial import CONNECTIONS, Dialer
+from skyward.wire.handshake import SessionUnknownError, connect_pair, direct
 from skyward.wire.identity import Authority, node_name
 from skyward.wire.link import pair as pairs
 from skyward.wire.link.outgoing import LINK_WINDOW

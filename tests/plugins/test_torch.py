@@ -187,7 +187,7 @@ def test_a_rank_that_notices_nothing_is_ended(
         while True:
             time.sleep(0.1)
 
-    monkeypatch.setattr("skyward.compute.broadcasting.LOOK_SECONDS", 60.0)
+    monkeypatch.setattr("skyward.compute.broadcasts.LOOK_SECONDS", 60.0)
     with pytest.raises(sky.BroadcastError, match="2 of 2 workers") as raised:
         one_dies_one_sleeps() @ compute
     died, ended = raised.value.exceptions
@@ -212,7 +212,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_named_first(
         (tmp_path / "begun").touch()
         dist.all_reduce(torch.ones(1))
 
-    monkeypatch.setattr("skyward.compute.broadcasting.LOOK_SECONDS", 60.0)
+    monkeypatch.setattr("skyward.compute.broadcasts.LOOK_SECONDS", 60.0)
     with pytest.raises(sky.BroadcastError) as raised:
         train() @ compute
     place = r"at test_torch\.py:\d+ in train: dist\.all_reduce\(torch\.ones\(1\)\)"

@@ -27,7 +27,7 @@ from skyward.providers.local import LocalMachine
 from skyward.spec import Image, PipIndex
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.connecting import connect
+from skyward.wire.handshake import connect
 from skyward.wire.identity import CLIENT, Authority, Credentials, node_name
 from skyward.wire.messages import ExecutorUp, Hello, Message, Ping
 from skyward.wire.versions import my_versions

@@ -12,7 +12,7 @@ import skyward as sky
 from skyward.errors import PoolError
 from skyward.nodes.fleet import Fleet
 from skyward.wire.channel import ServiceConnection
-from skyward.wire.connecting import connect
+from skyward.wire.handshake import connect
 from skyward.wire.identity import node_name
 from skyward.wire.messages import Hello
 

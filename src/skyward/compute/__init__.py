@@ -24,13 +24,13 @@ from skyward.calls.task import Task
 from skyward.classes import Making
 from skyward.closing import close_despite_interrupts, not_instead_of
 from skyward.compute.arguments import new_name, resolve, restored
-from skyward.compute.broadcasting import broadcast
+from skyward.compute.broadcasts import broadcast
 from skyward.compute.choice import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.configured import arguments_of
 from skyward.compute.kept_values import KeptValue, KeptValues, check_name
 from skyward.compute.listening import Listening, OnEvent, check_callback
-from skyward.compute.making import make, make_everywhere, make_later
 from skyward.compute.named import NamedCall, NamedCalls
+from skyward.compute.objects import make, make_everywhere, make_later
 from skyward.compute.snapshot import snapshot, unstarted
 from skyward.compute.stats import Stats, done, quoted, readiness, stats_of, without_end
 from skyward.console import console_for

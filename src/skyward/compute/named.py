@@ -23,7 +23,7 @@ from typing import IO, Any, Literal
 import msgspec
 
 from skyward.calls.task import cannot_rebuild, not_the_end, remote_failure
-from skyward.compute.broadcasting import refuse_one_shot_streams, values_of
+from skyward.compute.broadcasts import refuse_one_shot_streams, values_of
 from skyward.errors import (
     ConfigurationError,
     NodeLostError,

@@ -26,7 +26,7 @@ from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encod
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import Answer, Failed, Streaming, Task, Value
 from skyward.compute.attaching import attach
-from skyward.compute.broadcasting import Ranks, first_failed, run_ranks
+from skyward.compute.broadcasts import Ranks, first_failed, run_ranks
 from skyward.compute.named import CallFacts, Facts
 from skyward.context import Output
 from skyward.errors import TaskCancelledError

@@ -21,8 +21,8 @@ from skyward.device.meeting import Meeting
 from skyward.device.pump import Pump
 from skyward.errors import SkywardError
 from skyward.wire.channel import Channel
-from skyward.wire.connecting import connect
 from skyward.wire.dial import Dialer
+from skyward.wire.handshake import connect
 from skyward.wire.identity import PEER, Credentials
 from skyward.wire.messages import Hello
 

@@ -46,7 +46,7 @@ from skyward.providers import (
 )
 from skyward.spec import Image
 from skyward.wire.channel import ServiceConnection
-from skyward.wire.connecting import dial_here, direct
+from skyward.wire.handshake import dial_here, direct
 from skyward.wire.identity import (
     KEPT_LIFETIME,
     LIFETIME,

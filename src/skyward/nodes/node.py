@@ -58,8 +58,8 @@ from skyward.nodes.stacks import STANDING_SECONDS, Stacks, node_stacks, standing
 from skyward.providers import Allocation, Machine, connecting, in_thread
 from skyward.wire import messages
 from skyward.wire.channel import Channel, ServiceConnection
-from skyward.wire.connecting import host_and_port
 from skyward.wire.frames import Frame
+from skyward.wire.handshake import host_and_port
 from skyward.wire.identity import Credentials
 from skyward.wire.messages import (
     ExecutorDown,

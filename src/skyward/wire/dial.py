@@ -12,7 +12,7 @@ import msgspec
 
 from skyward.errors import SkywardError
 from skyward.wire.channel import Channel
-from skyward.wire.connecting import (
+from skyward.wire.handshake import (
     AGAIN_SECONDS,
     Dial,
     SessionUnknownError,

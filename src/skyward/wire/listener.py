@@ -16,14 +16,14 @@ from pathlib import Path
 from skyward.errors import AuthenticationError, ProtocolError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.connecting import (
+from skyward.wire.frames import GREETING_LIMIT, FrameDecoder
+from skyward.wire.handshake import (
     GREETING_SECONDS,
     SESSION_UNKNOWN,
     host_and_port,
     keep_alive,
     with_tls,
 )
-from skyward.wire.frames import GREETING_LIMIT, FrameDecoder
 from skyward.wire.identity import CLIENT, PEER, Credentials, certified_name, check_peer
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair

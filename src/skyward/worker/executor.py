@@ -55,7 +55,7 @@ from skyward.wire.messages import (
 from skyward.worker import failures, hooks, process
 from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
-from skyward.worker.debugging import Debuggers
+from skyward.worker.debuggers import Debuggers
 from skyward.worker.definitions import Definitions
 from skyward.worker.inbox import Inbox
 from skyward.worker.inspection import Inspection
@@ -66,13 +66,13 @@ from skyward.worker.pending import PendingTasks
 from skyward.worker.places import ObjectCaller, ReadyTask, TaskPlaces
 from skyward.worker.reader import TaskReader
 from skyward.worker.relay import Relay
-from skyward.worker.running import Leave, TaskRunner
+from skyward.worker.runner import Leave, TaskRunner
 from skyward.worker.streams import InputStream
 from skyward.worker.task_board import SPARE, TaskBoard, TaskRing
 from skyward.worker.task_output import TaskOutput
 
 if TYPE_CHECKING:
-    from skyward.worker.nesting import NestedPool
+    from skyward.worker.nested import NestedPool
 
 STOP_LOOKS, LOOK_SECONDS = 4, 0.5
 """How often, and after how long each time, a call of an object that was cancelled may still run
@@ -519,7 +519,7 @@ class Executor:
     def _nested_pool(self) -> NestedPool:
         """The pool of the tasks of this process, for a task that starts others."""
         # Imported here: most executors never need it.
-        from skyward.worker.nesting import NestedPool, wrong_process
+        from skyward.worker.nested import NestedPool, wrong_process
 
         if os.getpid() != self._pid:
             raise wrong_process()

@@ -35,7 +35,7 @@ from skyward.providers.kubernetes.manifests import (
     job_name,
 )
 from skyward.providers.piped import Piped, relay_command
-from skyward.wire.connecting import host_and_port
+from skyward.wire.handshake import host_and_port
 
 __all__ = ["Kubernetes"]
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from skyward.errors import UnreachableError
 from skyward.providers.kubernetes.access import Access
 from skyward.providers.kubernetes.manifests import CONTAINER
-from skyward.wire.connecting import with_tls
+from skyward.wire.handshake import with_tls
 
 STDIN, STDOUT, STDERR, STATUS = range(4)
 LINGER_SECONDS = 30.0

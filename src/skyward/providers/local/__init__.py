@@ -25,7 +25,7 @@ from skyward.providers import Allocation, Capabilities, Equipment, Machine, Orde
 from skyward.providers.local import image
 from skyward.providers.local.image import place_includes
 from skyward.spec import Image
-from skyward.wire.connecting import dial_here
+from skyward.wire.handshake import dial_here
 from skyward.worker import detached
 from skyward.worker.process import kill_group
 from skyward.worker.usage import memory_there

@@ -49,7 +49,7 @@ from skyward.providers.slurm.commands import (
     told_waiting,
 )
 from skyward.providers.slurm.login import CommandAnswer, Here, Login, Remote
-from skyward.wire.connecting import host_and_port
+from skyward.wire.handshake import host_and_port
 
 __all__ = ["Slurm"]
 

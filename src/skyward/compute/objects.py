@@ -1,4 +1,4 @@
-"""Making: puts objects of `@sky.cls` classes into workers, and calls them there."""
+"""Objects: puts those of `@sky.cls` classes into workers, and calls them there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyward import handles
 from skyward.calls.scheduler import Load
 from skyward.calls.task import Task
 from skyward.classes import Instance, Making, Residence
-from skyward.compute.broadcasting import outcomes_of
+from skyward.compute.broadcasts import outcomes_of
 from skyward.errors import SerializationError, SkywardError
 from skyward.functions import Future, Pending
 from skyward.groups import InstanceGroup

@@ -1,11 +1,11 @@
-"""Running: a task's function is called, and its value, items or failure become messages."""
+"""The runner: a task's function is called, and its value, items or failure become messages."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from skyward import context, instances
@@ -13,9 +13,9 @@ from skyward.objects import encoding, references, tensors
 from skyward.objects.encoding import Encoded
 from skyward.objects.kept import ResultBook
 from skyward.wire.messages import POST_MORTEM, Credit, End, Item, Message, Missing, Result, Room
-from skyward.worker import failures, tracing
+from skyward.worker import failures
 from skyward.worker.client import ClientConnection
-from skyward.worker.debugging import Debuggers
+from skyward.worker.debuggers import Debuggers
 from skyward.worker.definitions import Definitions
 from skyward.worker.hooks import Entered
 from skyward.worker.interrupts import Interrupted, Interrupts
@@ -58,7 +58,7 @@ class TaskRunner:
         try:
             try:
                 if job.run.trace:
-                    with tracing.below(job.run.trace):
+                    with below(job.run.trace):
                         value, streamed = self._call(job, client, definitions)
                 else:
                     value, streamed = self._call(job, client, definitions)
@@ -225,3 +225,19 @@ def _drained(items: Any) -> Any:
     finally:
         loop.run_until_complete(items.aclose())
         loop.close()
+
+
+@contextlib.contextmanager
+def below(carrier: dict[str, str]) -> Iterator[None]:
+    """Make the call's span the current one, if the worker has OpenTelemetry."""
+    try:
+        # Imported here: only calls of programs with traces need it.
+        from opentelemetry import context, propagate
+    except ImportError:
+        yield
+        return
+    token = context.attach(propagate.extract(carrier))
+    try:
+        yield
+    finally:
+        context.detach(token)

@@ -1,4 +1,4 @@
-"""Nesting: tasks start other tasks on their own pool, through the client of this executor.
+"""Nested tasks: tasks start other tasks on their own pool, through the client of this executor.
 
 A task that waits for others gives its place up: the executor runs another task on another thread.
 """

@@ -1,4 +1,4 @@
-"""Debugging: the debuggers of an executor's tasks, which a person uses on the client's terminal."""
+"""Debuggers: those of an executor's tasks, which a person uses on the client's terminal."""
 
 from __future__ import annotations
 

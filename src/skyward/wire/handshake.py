@@ -1,4 +1,4 @@
-"""Connecting: opens a connection to a listener, encrypts it and shakes hands."""
+"""The handshake: opens a connection to a listener, encrypts it and shakes hands."""
 
 from __future__ import annotations
 
