@@ -126,6 +126,15 @@ def test_a_call_whose_runner_does_not_start_is_not_there(kept: Jobs) -> None:
     assert kept.start(kept.begin("run", "call"), ["sleep", "600"], function="f").state == "queued"
 
 
+def test_a_job_that_is_given_up_twice_is_not_a_later_one_of_its_name(kept: Jobs) -> None:
+    job = kept.begin("run", "call")
+    kept.give_up(job)
+    later = kept.begin("run", "call")
+    kept.give_up(job)
+    assert kept.working
+    assert Path(later.folder).is_dir()
+
+
 def test_a_call_whose_runner_does_not_come_up_is_lost(kept: Jobs) -> None:
     assert (
         kept.start(kept.begin("run", "call"), ["sh", "-c", "echo no torch"], function="f").kind

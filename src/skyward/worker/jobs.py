@@ -247,8 +247,10 @@ class Jobs:
     def give_up(self, job: Job) -> None:
         """Discard a job that was not sent completely, or could not be started."""
         with self._changed:
-            self._live.pop(job.id, None)
-            self._discard(job)
+            # Once: a call may have taken its name meanwhile.
+            if self._jobs.get(job.id) is job:
+                self._live.pop(job.id, None)
+                self._discard(job)
 
     def start(
         self,
