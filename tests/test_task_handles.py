@@ -159,6 +159,36 @@ def test_a_generator_that_a_task_drops_ends(pool: sky.Compute, counter: Any) -> 
     assert pool.submit(drops(counter), on=1).result(100) == 1
 
 
+def test_a_generator_may_be_dropped_anywhere(pool: sky.Compute, counter: Any) -> None:
+    @sky.function
+    def drops(counter: Any) -> int:
+        items = counter.endless()
+        next(items)
+        # As where the collector finds it while this thread sends.
+        with items._call._line._lock:
+            del items
+        return int(counter.count())
+
+    assert pool.submit(drops(counter), on=1).result(100) == 1
+
+
+def test_a_process_that_a_task_has_forked_leaves_its_generators_alone(
+    pool: sky.Compute, counter: Any
+) -> None:
+    @sky.function
+    def forks(counter: Any) -> tuple[int, list[int]]:
+        items = counter.endless()
+        first = next(items)
+        child = os.fork()
+        if not child:
+            items.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        return first, list(itertools.islice(items, 40))
+
+    assert pool.submit(forks(counter), on=1).result(100) == (0, list(range(1, 41)))
+
+
 def test_an_object_is_closed_from_its_own_process(pool: sky.Compute, counter: Any) -> None:
     @sky.function
     def closes(counter: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import contextvars
+import functools
 import itertools
 import os
 import secrets
@@ -28,6 +29,7 @@ from skyward.objects import encoding, payloads
 from skyward.objects.encoding import Encoded
 from skyward.objects.handles import opened
 from skyward.objects.payloads import Pieces
+from skyward.staff import Staff
 from skyward.state.link import SLICE_SECONDS, Slot, wait_readable, worker_state
 from skyward.wire import messages
 from skyward.wire.channel import Channel
@@ -48,6 +50,8 @@ from skyward.wire.messages import (
 
 WINDOW = 16
 """How many items of a generator may wait for the task."""
+
+_closings = Staff("skyward-stream", 8)
 
 Answer = tuple[Result | Failure | Item | End, Pieces | None]
 
@@ -261,6 +265,11 @@ class ObjectLine:
             call.answers.append((message, pieces))
             call.signal.wake()
 
+    def forked(self) -> None:
+        """Be of no use in a process that was forked from the one that has the connection."""
+        self.lost = "it belongs to the process that this one was forked from"
+        self._lock = threading.Lock()
+
     def _lose(self, why: str) -> None:
         self.lost = why or "it has ended"
         self.channel.abort()
@@ -307,6 +316,8 @@ class ObjectLines:
 
     def forked(self) -> None:
         """Forget the connections of the parent process; the child makes its own."""
+        for line in self._lines.values():
+            line.forked()
         self._inherited += self._lines.values()
         self._lines, self._lock = {}, threading.Lock()
         self.new_numbers()
@@ -436,8 +447,9 @@ class HandleCall:
     def grant(self, count: int) -> None:
         """Let the other end send so many more items."""
         assert self._line is not None
-        with contextlib.suppress(OSError):
-            self._line.channel.send(Credit(self.number, -1, count))
+        if not self._line.lost:
+            with contextlib.suppress(OSError):
+                self._line.channel.send(Credit(self.number, -1, count))
 
     def end(self, word: Cancel | Credit | None = None) -> None:
         """Forget the call, and tell the other end so."""
@@ -478,7 +490,13 @@ class ObjectStream:
         """Stop the generator."""
         if not self._over:
             self._over = True
-            self._call.end(Credit(self._call.number, -1, -1))
+            self._call.end(self._stop)
+
+    @property
+    def _stop(self) -> Credit:
+        return Credit(self._call.number, -1, -1)
 
     def __del__(self) -> None:
-        self.close()
+        if not self._over:
+            # Not here: a finalizer may run wherever this thread is, also where it sends.
+            _closings.run(functools.partial(self._call.end, self._stop))
