@@ -140,6 +140,14 @@ def test_a_name_that_has_left_the_top_can_be_imported() -> None:
     assert PoolError is errors.PoolError
 
 
+def test_the_module_that_offers_have_left_works_and_says_where_they_are() -> None:
+    """A provider of somebody else's imports it: `docs/providers.md` named it."""
+    with pytest.warns(DeprecationWarning, match=r"skyward\.market is skyward\.providers") as warned:
+        from skyward.market import Offer
+    assert Offer is sky.Offer
+    assert warned[0].filename == __file__
+
+
 def test_nothing_of_ours_uses_a_name_that_has_left_the_top() -> None:
     left = "|".join([*sorted(set(ERRORS) - set(PUBLIC)), *sky._MOVED])
     old = re.compile(rf"\bsky\.(?:{left})\b")
