@@ -130,8 +130,10 @@ def test_a_call_by_name_runs_on_the_node_that_was_chosen(compute: sky.Compute) -
     assert [future.result() for future in futures] == [0, 10]
 
 
-def test_a_broadcast_by_name_is_not_waited_for(compute: sky.Compute) -> None:
+def test_a_broadcast_by_name_is_not_waited_for(pool: str, compute: sky.Compute) -> None:
     assert compute.broadcast(place(), name="all").result() == [0, 1]
+    printed = sky_says("logs", pool, "all").splitlines(keepends=True)
+    assert "[node 0] here\n[node 1] here\n" in "".join(sorted(printed))
     with pytest.raises(sky.BroadcastError, match=r"fail \(none\) failed on 2 of 2") as caught:
         compute.broadcast(fail("out of luck"), name="none").result()
     assert [str(error) for error in caught.value.exceptions] == ["out of luck"] * 2
@@ -523,11 +525,6 @@ def test_the_command_line_lists_follows_and_cancels_calls(
     _, problems = follower.communicate(timeout=PATIENCE)
     assert follower.returncode == 1
     assert "shown was cancelled" in problems
-    assert "[node 0] here\n[node 1] here\n" in "".join(sorted(_log(pool, "all")))
-
-
-def _log(pool: str, name: str) -> list[str]:
-    return sky_says("logs", pool, name).splitlines(keepends=True)
 
 
 @only_in_all
