@@ -44,6 +44,13 @@ class Counter:
     def echo(self, data: bytes) -> bytes:
         return data
 
+    def insists(self, name: str) -> bytes:
+        try:
+            self.waits(name)
+        except BaseException:
+            sky.event(f"{name} on").wait(60)
+        return bytes(32 << 20)
+
     def lock(self) -> Any:
         return threading.Lock()
 
@@ -214,6 +221,23 @@ def test_a_call_from_a_task_can_be_cancelled(pool: sky.Compute, counter: Any) ->
         assert counter.count.submit().result(100) == 1
     finally:
         sky.event("cancelled call on", on=pool).set()
+
+
+def test_a_result_that_nobody_wants_any_more_holds_nobody_up(
+    pool: sky.Compute, counter: Any
+) -> None:
+    @sky.function
+    def cancels(counter: Any) -> None:
+        future = counter.insists.submit("insisting call")
+        sky.event("insisting call").wait(100)
+        future.cancel()
+        for thread in threading.enumerate():
+            if thread.name == "skyward-handle":
+                thread.join()
+        sky.event("insisting call on").set()
+
+    pool.run(cancels(counter), on=1)
+    assert counter.count.submit().result(100) == 1
 
 
 def test_a_task_that_is_cancelled_ends_its_call(pool: sky.Compute, counter: Any) -> None:

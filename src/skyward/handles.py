@@ -203,6 +203,8 @@ class ObjectLine:
         if word is not None and known is not None and not self.lost:
             with contextlib.suppress(OSError):
                 self.channel.send(word)
+            # An answer may still come: the other end must never wait until somebody here reads.
+            self.start_reader()
 
     def wait(self, call: HandleCall, seconds: float) -> None:
         """Wait for an answer to a call, for so long at most; a task may be interrupted here."""
