@@ -303,7 +303,7 @@ HOSTILE = {
         {"a": entry([1], 0, 4), "b": entry([1], 0, 4)},
         None,
         b"1234",
-        "invalid offset for tensor `b`",
+        "invalid offset for tensor `[ab]`",
     ),
     "truncated": (
         {"a": entry([2], 0, 8)},

@@ -189,7 +189,9 @@ class Executor:
     def _take_object_call(self, caller: ObjectCaller, run: Run, body: bytearray) -> None:
         if run.task < OBJECT_CALLS:
             raise ProtocolError(f"a call of an object has the number {run.task}")
-        key = run.code.decode()
+        if run.kept or run.inputs or run.debugged:
+            raise ProtocolError("a call of an object is a plain one")
+        key = run.code.decode(errors="replace")
         caller.calls.add(run.task)
         if not instances.has(key):
             # Not as a task: without a client, nobody runs any.
