@@ -53,16 +53,6 @@ def test_the_folder_of_an_agent_is_not_for_cleaners(bench: str) -> None:
         os.close(folder)
 
 
-def test_a_folder_copy_whose_client_is_gone_leaves_nothing(
-    bench: str, tmp_path: Path, eventually: Callable[..., None]
-) -> None:
-    staged = tmp_path / ".models.1234.part"
-    with reach(bench) as pool, pool.service(0, "copying") as service:
-        service.ask("folder", path=str(staged), mode=0o755, staged=True)
-        assert staged.is_dir()
-    eventually(lambda: not staged.exists())
-
-
 def test_an_odd_file_beside_the_records_is_passed_over(bench: str) -> None:
     odd = records.folder() / "a b.json"
     odd.write_text("?")

@@ -121,9 +121,9 @@ def test_a_node_on_which_nothing_happens_is_looked_at_when_an_executor_is_new(
     log = NodeLog()
     executors: list[Any] = []
     tenants = SimpleNamespace(executors=executors, log=log, clients=[], identities=dict, members={})
-    jobs = SimpleNamespace(running=False, version=0, all=list)
+    jobs = SimpleNamespace(scripts=0, version=0, all=list)
     config = SimpleNamespace(folder=tmp_path, workers=1)
-    node: Any = SimpleNamespace(tenants=tenants, jobs=jobs, calls=jobs, config=config)
+    node: Any = SimpleNamespace(tenants=tenants, jobs=jobs, config=config)
     look = _Look(node)
     assert look.is_due
     look.news()
