@@ -188,10 +188,13 @@ class ObjectLine:
     def begin(self, call: HandleCall, run: Run, body: list[bytes | memoryview]) -> bool:
         """Send a call; False if that cannot be, and the call has not begun."""
         with self._lock:
+            if self.lost:
+                return False
             self._calls[call.number] = call
         try:
             self.channel.send(run, body)
-            return not self.lost
+            # From here on it may run: if the connection is lost now, it is not sent again.
+            return True
         except OSError as problem:
             self._lose(str(problem))
             return False

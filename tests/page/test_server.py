@@ -23,6 +23,7 @@ from skyward import page
 from skyward.curves import Curves
 from skyward.events import CallFinished, CallStarted
 from skyward.page import metrics
+from skyward.page.gathering import Gathering
 from skyward.page.hub import BATCHES_WAITING, NODES_A_TIME, OwnPool, OwnPools, Viewer, hub, key_of
 from skyward.page.pool import ROWS_KEPT, ShownPool
 from skyward.page.server import PageServer
@@ -400,3 +401,11 @@ def test_a_large_pool_is_measured_in_turns() -> None:
 def test_the_documentation_names_every_metric() -> None:
     page = (Path(__file__).parents[2] / "docs" / "page.md").read_text()
     assert not [name for name in metrics._FAMILIES if f"`{name}`" not in page]
+
+
+def test_a_process_of_another_version_is_passed_over() -> None:
+    near, far = socket.socketpair()
+    with far:
+        far.sendall(b'[{"kind": 1}]\n')
+    Gathering()._read("its address", near)
+    assert near.fileno() == -1, "its connection is closed"

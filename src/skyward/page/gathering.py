@@ -44,6 +44,8 @@ SKEW_SECONDS = 0.5
 SAME_SECONDS = 2.0
 """A task is the one that was told if it has the same name and began within so many seconds."""
 LINE_MOST = 64 << 20
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, msgspec.MsgspecError)
+"""What reading a process may raise, which may have another version of Skyward."""
 
 _OF_AGENTS = ("begun", "succeeded", "failed", "cancelled", "call_seconds")
 _OF_CLIENTS = ("retried", "nodes_lost", "sent", "received", "curves_left_out")
@@ -177,7 +179,7 @@ class Gathering(Hub):
                 while line := lines.readline(LINE_MOST):
                     for message in json.loads(line) if line.strip() else ():
                         self.hear(message, found)
-        except (OSError, ValueError):
+        except UNREADABLE:
             pass
         finally:
             connection.close()
@@ -471,7 +473,7 @@ class KeptWatch:
                     self.gathering.wake()
                 self.woken.wait()
                 self.woken.clear()
-        except (SkywardError, OSError, EOFError):
+        except (SkywardError, EOFError, *UNREADABLE):
             pass  # it is gone, or out of reach; who looks for kept pools tries again
         finally:
             self._close(self._nodes)
@@ -541,7 +543,7 @@ class NodeWatch:
         while not self._ended.is_set():
             try:
                 self._hear()
-            except (SkywardError, OSError, EOFError):
+            except (SkywardError, EOFError, *UNREADABLE):
                 if not self._ended.is_set():
                     self._watch.take(self._node, {"state": "unreachable"})
             self._ended.wait(NODE_AGAIN_SECONDS)
