@@ -303,17 +303,17 @@ class ObjectLines:
         line = self._lines.get(place.endpoints)
         if line is not None and not line.lost:
             return line
+        # Without the lock: a process that cannot be reached delays no call of another.
+        hello = Hello(place.pool, f"{PEER}-objects", pid=os.getpid())
+        channel = connect_peer(place.endpoints, hello, worker_state.credentials, place.certified)
         with self._lock:
             line = self._lines.get(place.endpoints)
+            if line is not None and not line.lost:
+                # Another thread was faster.
+                channel.close()
+                return line
             if line is not None:
-                if not line.lost:
-                    return line
-                del self._lines[place.endpoints]
                 line.channel.close()
-            hello = Hello(place.pool, f"{PEER}-objects", pid=os.getpid())
-            channel = connect_peer(
-                place.endpoints, hello, worker_state.credentials, place.certified
-            )
             line = self._lines[place.endpoints] = ObjectLine(
                 channel, threaded=worker_state.threaded
             )
