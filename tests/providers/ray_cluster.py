@@ -32,7 +32,7 @@ ENVIRONMENT = Path(
 """A virtual environment with ray[default], which `.ci/run` makes."""
 PYTHON = ENVIRONMENT / "bin" / "python"
 STORE_BYTES = 100_000_000
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 
 # The second node pretends to have GPUs.
 _SCRIPT = """

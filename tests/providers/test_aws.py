@@ -500,7 +500,7 @@ def test_an_instance_ends_itself_when_the_client_is_gone(
         )
 
     monkeypatch.setattr(launches, "user_data", for_short_lives)
-    idle = a_request(idle_timeout=6)
+    idle = a_request(idle_timeout=12)
     short = a_request(idle_timeout=100, ttl=6)
 
     async def runs(each: machine.AWSMachine) -> bool:
@@ -509,7 +509,7 @@ def test_an_instance_ends_itself_when_the_client_is_gone(
 
     async def left_alone(outcome: Outcome) -> None:
         (each,) = outcome.machines
-        assert await each.run(["sleep", "8"]) == 0
+        assert await each.run(["sleep", "14"]) == 0
         assert await runs(each), "a command is a reason to stay"
         await ended(each)
 
