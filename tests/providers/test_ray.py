@@ -43,20 +43,21 @@ RETRYING = sky.Options(console=False, retries=2)
 def started() -> Iterator[RayCluster]:
     """A cluster for the tests of this file.
 
-    Ray's own limits of 30 s for its parts cannot be changed: if a busy machine misses one, a new
-    cluster is started.
+    Ray's own limit of 30 s for its parts cannot be changed: if a busy machine misses it, a new
+    cluster is started once; if that one misses it, too, this machine is too slow for Ray.
     """
     skip_if_absent()
-    for may_fail in (True, True, False):
+    for is_last in (False, True):
         made = RayCluster()
         try:
             made.wait()
-        except AssertionError:
-            made.stop()
-            if not may_fail:
-                raise
-        else:
             break
+        except AssertionError as problem:
+            made.stop()
+            if "timed out during startup" not in str(problem):
+                raise
+            if is_last:
+                pytest.skip("Ray does not start here within the 30 s that it gives itself")
     try:
         yield made
     finally:
