@@ -34,7 +34,7 @@ _WRAPPERS = ("wrapper", "<lambda>", "inner", "_fn")
 _WAITING = {"threading.py", "socket.py", "ssl.py", "selectors.py", "queue.py"}
 
 Open = Callable[[int, str], ServiceConnection]
-"""Opens a connection to a service of a node, as `Pool.service` does."""
+"""Opens a connection to a service of a node, as `Fleet.service` does."""
 
 
 @dataclass(frozen=True, slots=True)
