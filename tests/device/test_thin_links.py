@@ -311,7 +311,7 @@ def far(sharing) -> Iterator[tuple[sky.Compute, torch.device]]:
 
 
 def test_a_repeating_step_costs_at_most_150_bytes_on_the_wire(
-    far: tuple[sky.Compute, torch.device],
+    far: tuple[sky.Compute, torch.device], eventually: Eventually
 ) -> None:
     _, device = far
     step = trainer(device)
@@ -331,14 +331,17 @@ def test_a_repeating_step_costs_at_most_150_bytes_on_the_wire(
         twenty()
         after = sky.device_stats(device)
         assert after.bytes_sent - before.bytes_sent > 20 * 3000
-        assert after.bytes_coded - before.bytes_coded < 20 * 50
-        sent.append(after.bytes_on_wire - before.bytes_on_wire)
-        assert after.bytes_coded - before.bytes_coded < sent[-1]
+        coded = after.bytes_coded - before.bytes_coded
+        assert coded < 20 * 50
+        floor = before.bytes_on_wire + coded
+        # A link counts a piece after it has sent it: the loss may be here before that.
+        eventually(lambda floor=floor: sky.device_stats(device).bytes_on_wire > floor)
+        sent.append(sky.device_stats(device).bytes_on_wire - before.bytes_on_wire)
     assert min(sent) <= 20 * 150
 
 
 def test_bytes_on_the_wire_are_those_of_records_and_tensors_and_of_what_goes_around_them(
-    far: tuple[sky.Compute, torch.device], device: torch.device
+    far: tuple[sky.Compute, torch.device], device: torch.device, eventually: Eventually
 ) -> None:
     _, there = far
     size = 1 << 20
@@ -347,11 +350,16 @@ def test_bytes_on_the_wire_are_those_of_records_and_tensors_and_of_what_goes_aro
         before = sky.device_stats(there).bytes_on_wire
         torch.zeros(size, dtype=torch.uint8).to(there)
         torch.sky.synchronize(there)
-        return sky.device_stats(there).bytes_on_wire - before
+
+        def sent() -> int:
+            return sky.device_stats(there).bytes_on_wire - before
+
+        # A link counts a piece after it has sent it: the answer may be here before that.
+        eventually(lambda: sent() > size * (1 + TLS_OVERHEAD / TLS_RECORD))
+        return sent()
 
     # The least of several: a machine that stalls for seconds resumes its links, and sends again.
-    sent = min(bytes_of_an_upload() for _ in range(3))
-    assert size * (1 + TLS_OVERHEAD / TLS_RECORD) < sent < size * 1.01
+    assert min(bytes_of_an_upload() for _ in range(3)) < size * 1.01
     assert sky.device_stats(device).bytes_on_wire == 0
 
 
