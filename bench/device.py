@@ -34,7 +34,7 @@ from slow_link import ROUND_TRIP, NoLinkError, slow_link, steps_over
 from training import QUIET, mlp, stepper, transformer
 
 import skyward as sky
-from skyward.device import compiling
+from skyward.device import toolchain
 
 MIB = 2**20
 KIND = sys.argv[sys.argv.index("--device") + 1] if "--device" in sys.argv else "cpu"
@@ -268,9 +268,9 @@ def floor_library() -> ctypes.CDLL:
     home = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(prefix="sky-floor-") as folder:
         made = Path(folder, "floor.so")
-        compiling.run(
+        toolchain.run(
             os.environ.get("CXX", "g++"),
-            *compiling.flags_of("worker"),
+            *toolchain.flags_of("worker"),
             f"-I{home / 'include'}",
             "-shared",
             str(Path(__file__).with_name("floor.cpp")),

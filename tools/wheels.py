@@ -25,8 +25,8 @@ from pathlib import Path
 
 import macho
 
-from skyward.device import build, compiling
-from skyward.device.compiling import Compiler, run
+from skyward.device import build, toolchain
+from skyward.device.toolchain import Compiler, run
 
 ROOT = Path(__file__).parents[1]
 OLDER_GLIBC = Path(__file__).with_name("older_glibc.h")
@@ -215,7 +215,7 @@ def macos_client(headers: Headers, cores: Path, work: Path) -> Path:
             f"-Wl,-install_name,@rpath/{made.name}",
         ),
     )
-    objects = compiling.compile_units(compiling.units_of("client"), compiler, work / "objects")
+    objects = toolchain.compile_units(toolchain.units_of("client"), compiler, work / "objects")
     stub.write_text(libcxx_stub(headers, objects.values()))
     compile_core("client", made, compiler, work)
     return made
@@ -252,7 +252,7 @@ def libcxx_stub(headers: Headers, objects: Iterable[Path]) -> str:
 def compile_core(part: str, made: Path, compiler: Compiler, work: Path) -> None:
     print(f"compiling {made.name}", flush=True)
     made.parent.mkdir(parents=True, exist_ok=True)
-    compiling.make({part: made}, compiler, work / "objects")
+    toolchain.make({part: made}, compiler, work / "objects")
 
 
 def manylinux(cores: Iterable[Path], machine: str) -> str:
@@ -312,5 +312,5 @@ def pip(*words: str) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (WheelError, compiling.CompilerError) as problem:
+    except (WheelError, toolchain.CompilerError) as problem:
         sys.exit(str(problem))

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyward.device import build, compiling
+from skyward.device import build, toolchain
 from skyward.events import EventStream
 from skyward.nodes.devices import PoolDevices
 from skyward.wire.messages import CloseDevice, Message, OpenDevice
@@ -34,9 +34,9 @@ REAL = os.environ.get("CXX") or "g++"
 BUILD = """
 import sys
 from pathlib import Path
-from skyward.device import build, compiling
-compiling.UNITS = 2
-compiling.SOURCES = Path(sys.argv[1])
+from skyward.device import build, toolchain
+toolchain.UNITS = 2
+toolchain.SOURCES = Path(sys.argv[1])
 print(*build.libraries(), sep="\\n")
 """
 
@@ -66,8 +66,8 @@ class Workshop:
         compiler.chmod(0o755)
         patch.setenv("CXX", str(compiler))
         patch.setenv("SKYWARD_CACHE", str(folder / "cache"))
-        patch.setattr(compiling, "SOURCES", self.sources)
-        patch.setattr(compiling, "UNITS", 2)
+        patch.setattr(toolchain, "SOURCES", self.sources)
+        patch.setattr(toolchain, "UNITS", 2)
 
     def write(self, part: str, name: str, text: str) -> None:
         text = f'#include "../wire/number.h"\n{text}\n'
@@ -155,7 +155,7 @@ def test_a_compile_that_is_ended_leaves_neither_files_nor_compilers(
 def test_a_compile_shows_what_it_does_and_for_how_long(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(toolchain, "TICK_SECONDS", 0.01)
     told: list[tuple[str, bool]] = []
     build.library("worker", lambda text, transient: told.append((text, transient)))
     what = "the torch device's worker core"
@@ -218,7 +218,7 @@ def test_another_compiler_makes_its_own_objects(
     assert workshop.compiled() == [], "the objects are there"
     for path in workshop.cache.glob("*.so"):
         path.unlink()
-    monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "-DOTHER"))
+    monkeypatch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-DOTHER"))
     build.libraries()
     assert workshop.compiled() == EVERY_SOURCE
 
@@ -273,9 +273,9 @@ def test_client_and_node_compile_at_the_same_time(monkeypatch: pytest.MonkeyPatc
 
 def test_units_weigh_about_the_same() -> None:
     for part in build.PARTS:
-        units = compiling.units_of(part)
+        units = toolchain.units_of(part)
         sources = [source for unit in units for source in unit.sources]
-        assert sorted(sources) == sorted((compiling.SOURCES / part).glob("*.cpp"))
+        assert sorted(sources) == sorted((toolchain.SOURCES / part).glob("*.cpp"))
         weights = [unit.weight for unit in units]
         assert max(weights) < 1.25 * min(weights), f"{part}: {weights}"
 
@@ -294,7 +294,7 @@ def test_a_compiler_that_does_not_start_is_named(
 
 def test_no_name_of_a_source_hides_another_when_sources_are_joined() -> None:
     """Sources in one unit share their anonymous namespace, where a constant hides a header's."""
-    sources = compiling.SOURCES
+    sources = toolchain.SOURCES
 
     def constants(path: Path) -> set[str]:
         text = re.sub(r"//[^\n]*", "", path.read_text())
@@ -306,7 +306,7 @@ def test_no_name_of_a_source_hides_another_when_sources_are_joined() -> None:
             found.update(re.findall(r"\b(k[A-Z]\w*)\s*=", line))
         return found
 
-    for part in compiling.PARTS:
+    for part in toolchain.PARTS:
         headers = [*(sources / part).glob("*.h"), *(sources / "wire").glob("*.h")]
         seen = set().union(*map(constants, headers))
         assert "kSettings" in seen

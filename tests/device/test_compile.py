@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 import skyward as sky
-from skyward.device.graphs import shipping
+from skyward.device.graphs import client
 from skyward.device.graphs.text import Compiled
 
 from ..conftest import ALL, only_in_all, other_case
@@ -146,7 +146,7 @@ def test_sizes_that_change_are_compiled_once(
 
     torch.compiler.reset()
     compiled = torch.compile(scaled, backend="sky", dynamic=True)
-    with caplog.at_level(logging.INFO, "skyward.device.graphs.shipping"):
+    with caplog.at_level(logging.INFO, "skyward.device.graphs.client"):
         for length in (3, 5, 8, 33):
             rows = torch.randn(length, 6, device=device)
             torch.testing.assert_close(compiled(rows), scaled(rows))
@@ -177,13 +177,13 @@ def test_thirty_lengths_of_a_compiled_model_ask_the_worker_nothing(device: torch
 def told_strides(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Strides that the client is told instead of those that the worker's code has."""
     instead: list[list[str]] = []
-    ship = shipping._Shipped._ship
+    ship = client._Shipped._ship
 
-    def doctored(self: shipping._Shipped) -> Compiled:
+    def doctored(self: client._Shipped) -> Compiled:
         answer = ship(self)
         return msgspec.structs.replace(answer, strides=list(instead)) if instead else answer
 
-    monkeypatch.setattr(shipping._Shipped, "_ship", doctored)
+    monkeypatch.setattr(client._Shipped, "_ship", doctored)
     return instead
 
 
@@ -314,7 +314,7 @@ def test_a_second_worker_starts_with_the_code_of_the_first_and_a_new_one_gets_th
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compiled = torch.compile(lambda x: x.sum() * 3, backend="sky")
     devices = []
-    with caplog.at_level(logging.INFO, "skyward.device.graphs.shipping"):
+    with caplog.at_level(logging.INFO, "skyward.device.graphs.client"):
         for _ in range(2):
             with sky.Compute(options=sky.Options(console=False)) as compute:
                 devices.append(compute.device("cpu"))
@@ -337,14 +337,14 @@ def test_a_new_worker_with_other_layouts_or_no_compiler_says_so_and_computes_the
             {"strides": [["1", "4"]]},
         ]
     )
-    ship = shipping._Shipped._ship
+    ship = client._Shipped._ship
 
-    def doctored(self: shipping._Shipped) -> Compiled:
+    def doctored(self: client._Shipped) -> Compiled:
         is_again = hasattr(self, "strides")
         answer = ship(self)
         return msgspec.structs.replace(answer, **next(answers)) if is_again else answer
 
-    monkeypatch.setattr(shipping._Shipped, "_ship", doctored)
+    monkeypatch.setattr(client._Shipped, "_ship", doctored)
     torch.compiler.reset()
     first, second, third = (
         torch.compile(function) for function in (lambda x: x * 2, lambda x: x * 3, lambda x: x * 4)
@@ -355,7 +355,7 @@ def test_a_new_worker_with_other_layouts_or_no_compiler_says_so_and_computes_the
         before = [first(there).cpu(), second(there).cpu()]
         with monkeypatch.context() as patch:
             # As if the sizes of its result did not follow from those of its input.
-            patch.setattr(shipping._Shipped, "_promised", lambda self, shape: None)
+            patch.setattr(client._Shipped, "_promised", lambda self, shape: None)
             third(there).cpu()
     with sky.Compute(options=sky.Options(console=False)) as compute:
         there = rows.to(compute.device("cpu"))
@@ -392,5 +392,5 @@ def test_a_graph_can_be_dropped_while_another_is_traced(device: torch.device) ->
     token = torch.zeros(1, dtype=torch.uint8, device=device)
     before = sky.device_stats(device)
     with FakeTensorMode():
-        shipping._drop(token, 1 << 40)
+        client._drop(token, 1 << 40)
     assert sky.device_stats(device).operations == before.operations + 1

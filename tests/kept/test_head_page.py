@@ -19,8 +19,7 @@ import pytest
 
 import skyward as sky
 from skyward.compute.attaching import reach
-from skyward.compute.workbench.forwarding import Forwarding
-from skyward.compute.workbench.head_page import HeadPage, stop_page
+from skyward.compute.workbench.head_page import ForwardedPort, HeadPage, stop_page
 from skyward.nodes import records
 from skyward.nodes.kept import ReachedPool
 
@@ -168,8 +167,8 @@ def test_the_command_brings_it_here_and_leaves_it_there(
 def test_a_port_that_nobody_serves_is_closed_at_once(pool: ReachedPool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with Forwarding(pool, 1, port) as forwarding:
-        with socket.create_connection(("127.0.0.1", forwarding.port), PATIENCE) as connection:
+    with ForwardedPort(pool, 1, port) as forwarded:
+        with socket.create_connection(("127.0.0.1", forwarded.port), PATIENCE) as connection:
             assert connection.recv(1) == b""
     with pool.service(1, "forward") as service:
         with pytest.raises(
@@ -184,8 +183,8 @@ def test_a_port_that_nobody_serves_is_closed_at_once(pool: ReachedPool) -> None:
 def test_bytes_go_both_ways_and_each_way_ends_alone(pool: ReachedPool) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        Forwarding(pool, 0, server.getsockname()[1]) as forwarding,
-        socket.create_connection(("127.0.0.1", forwarding.port), PATIENCE) as here,
+        ForwardedPort(pool, 0, server.getsockname()[1]) as forwarded,
+        socket.create_connection(("127.0.0.1", forwarded.port), PATIENCE) as here,
     ):
         there, _ = server.accept()
         sent = os.urandom(3 << 20)

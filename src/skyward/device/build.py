@@ -19,8 +19,8 @@ from typing import TextIO
 
 import platformdirs
 
-from skyward.device import compiling
-from skyward.device.compiling import PARTS, Compiler, CompilerError
+from skyward.device import toolchain
+from skyward.device.toolchain import PARTS, Compiler, CompilerError
 from skyward.worker.process import Show
 
 __all__ = [
@@ -151,7 +151,7 @@ def is_there(part: str) -> bool:
 def shipped_name(part: str, torch: str, abi: int, system: str, machine: str) -> str:
     """The file of a core in a wheel; `torch` is the minor version, whose patches fit as well."""
     # The digest: a core of other sources than those beside it is not taken.
-    digest = compiling.digest(compiling.files_of(part), ())
+    digest = toolchain.digest(toolchain.files_of(part), ())
     return f"{part}-torch{torch}-abi{abi}-{system}-{machine}-{digest}.so"
 
 
@@ -164,11 +164,11 @@ def check() -> int:
     checked = 0
     for part in PARTS:
         words = (*STRICT_FLAGS, compiler.identity, compiler.torch)
-        digest = compiling.digest(compiling.files_of(part), words)
+        digest = toolchain.digest(toolchain.files_of(part), words)
         stamp = cache() / "checked" / f"{part}-{digest}"
         if stamp.exists():
             continue
-        compiling.inspect(part, compiler, STRICT_FLAGS)
+        toolchain.inspect(part, compiler, STRICT_FLAGS)
         stamp.parent.mkdir(parents=True, exist_ok=True)
         stamp.touch()
         checked += 1
@@ -195,7 +195,7 @@ def _shipped(part: str, torch: str, abi: int) -> Path | None:
 
 
 def _cached(part: str, torch: str, abi: int) -> Path:
-    digest = compiling.digest(compiling.files_of(part), compiling.flags_of(part))
+    digest = toolchain.digest(toolchain.files_of(part), toolchain.flags_of(part))
     return cache() / f"{part}-{torch}-abi{abi}-{platform.machine()}-{digest}.so"
 
 
@@ -254,7 +254,7 @@ def _compile(targets: dict[str, Path], show: Show) -> None:
         for left in objects.glob(f"sky-{part}-*"):
             shutil.rmtree(left, ignore_errors=True)
     try:
-        compiling.make(targets, compiler, objects, tick)
+        toolchain.make(targets, compiler, objects, tick)
     except BaseException as problem:
         show(f"the torch device's {what} was not compiled: {type(problem).__name__}", False)
         raise

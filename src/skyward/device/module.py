@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from skyward.device import legacy, recurrent, saving
+from skyward.device import legacy, recurrent, storages
 from skyward.device.library import Core
 from skyward.device.properties import DeviceProperties
 from skyward.errors import DeviceError
@@ -25,7 +25,7 @@ def install(core: Core) -> None:
     backend_registration.rename_privateuse1_backend("sky")
     torch._register_device_module("sky", _SkyModule(core))  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    saving.install()
+    storages.install()
     recurrent.flatten_on_sky()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from skyward.device.graphs import backend, shipping
+from skyward.device.graphs import backend, client
 from skyward.device.libraries.choice import Choice
 from skyward.device.libraries.patches import wrap
 from skyward.errors import DeviceError
@@ -73,7 +73,7 @@ def _inductor(module: ModuleType, choice: Choice) -> None:
                 or not backend.sky_device_of(model_, example_inputs_)
             ):
                 return original(model_, example_inputs_, *args, **kwargs)
-            return shipping.compile_fx(choice.core, original, model_, example_inputs_, **kwargs)
+            return client.compile_fx(choice.core, original, model_, example_inputs_, **kwargs)
 
         return or_ship
 

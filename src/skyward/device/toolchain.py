@@ -1,4 +1,4 @@
-"""A compiler at work on the device's cores: sources joined into units, objects that are kept."""
+"""What makes the device's cores: a compiler, sources joined into units, objects that are kept."""
 
 from __future__ import annotations
 
