@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import skyward as sky
 from skyward import curves as logged
 from skyward import functions, listeners
-from skyward.calls.teller import CallTeller
+from skyward.calls.dispatch import CallTeller
 from skyward.compute.listening import Listening
 from skyward.curves import Curve, Curves
 from skyward.events import Event, EventStream, NumbersLogged, as_dict

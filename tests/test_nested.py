@@ -586,7 +586,7 @@ def test_a_task_that_opens_more_generators_than_there_are_workers_fails(
     # A store has an event loop on a thread of its own, which never reads a generator.
     with contextlib.suppress(ImportError):
         importlib.import_module("fsspec.asyn").get_loop()
-    monkeypatch.setattr("skyward.calls.held.ENDLESS_SECONDS", 0.0)
+    monkeypatch.setattr("skyward.calls.dispatch.ENDLESS_SECONDS", 0.0)
     with pytest.raises(
         sky.errors.DeadlockError, match="counts_up would wait for ever for a worker"
     ):

@@ -120,7 +120,7 @@ def test_values_arrive_as_they_are_made(compute, tmp_path):
 @pytest.fixture
 def impatient(monkeypatch):
     """A call that can never run fails as soon as that is known."""
-    monkeypatch.setattr("skyward.calls.held.ENDLESS_SECONDS", 0.0)
+    monkeypatch.setattr("skyward.calls.dispatch.ENDLESS_SECONDS", 0.0)
 
 
 @only_in_all

@@ -14,9 +14,8 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyward.calls.lane import Lane
+from skyward.calls.lane import Lane, Timeouts
 from skyward.calls.task import Task
-from skyward.calls.timeouts import Timeouts
 from skyward.console import Console
 from skyward.console.prompts import END, INTERRUPT, LINE, Prompt, open_prompt
 from skyward.errors import DebuggerError

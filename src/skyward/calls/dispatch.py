@@ -1,31 +1,40 @@
-"""Dispatch: calls become tasks, executors get them and callers the answers, also after losses."""
+"""Dispatch: calls become tasks, executors get them and callers the answers, also after losses.
+
+The dispatcher tells the pool's listeners what becomes of calls, finds the calls that would wait for
+ever, and has a thread that uses results: futures get their values, and tasks whose arguments are
+futures are sent once these are done.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
+import gc
 import io
 import itertools
 import os
+import queue
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 from skyward.calls import spans
 from skyward.calls.debuggers import DEBUG_KEY, ENVIRONMENT, DebuggerDesk, debug_mode
 from skyward.calls.device_tensors import BroadcastTensors, CallDevices, DeviceTensors
-from skyward.calls.held import HeldWorkers
+from skyward.calls.flow import Crowd, Flow
 from skyward.calls.kept import KeptResult, ResultTensors, node_of_result
-from skyward.calls.lane import Lane, Lanes, Sending
+from skyward.calls.lane import Lane, Lanes, Sending, Timeouts
 from skyward.calls.loop import Borrower, Loop
 from skyward.calls.nested import Broadcast, NestedCalls
-from skyward.calls.packer import Packer
-from skyward.calls.results import ResultThread
+from skyward.calls.packer import HEAVY_BYTES, Packer
 from skyward.calls.scheduler import Load, Prospects
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import (
@@ -38,12 +47,13 @@ from skyward.calls.task import (
     Value,
     not_the_end,
     remote_failure,
+    timeout_error,
 )
-from skyward.calls.teller import CallTeller
-from skyward.calls.timeouts import Timeouts, timeout_error
 from skyward.console import Console
+from skyward.curves import Curves, Place
 from skyward.errors import (
     ConfigurationError,
+    DeadlockError,
     InstanceLostError,
     NodeLostError,
     PoolClosedError,
@@ -51,12 +61,24 @@ from skyward.errors import (
     SkywardError,
     TaskCancelledError,
 )
-from skyward.events import EventStream
-from skyward.functions import Function, Pending
-from skyward.functions import Future as CallFuture
+from skyward.events import (
+    CallCancelled,
+    CallFailed,
+    CallFinished,
+    CallRetried,
+    CallStarted,
+    CallSubmitted,
+    EventStream,
+    NumbersLogged,
+    OutputWritten,
+    Transferred,
+)
+from skyward.functions import Function, Future, Pending
 from skyward.listeners import Tracking
+from skyward.objects.exceptions import add_note
 from skyward.objects.payloads import Pieces
 from skyward.spec import Options
+from skyward.staff import Staff
 from skyward.wire import messages
 from skyward.wire.frames import Frame
 from skyward.wire.messages import (
@@ -273,7 +295,7 @@ class Dispatcher:
             device = functools.partial(self._devices.for_result, function.kept_on)
             kept = KeptResult(device, parcel.encoded.referred)
         handles = (*code.encoded.handles, *parcel.encoded.handles)
-        awaits = [each for each in handles if isinstance(each, CallFuture)] if handles else ()
+        awaits = [each for each in handles if isinstance(each, Future)] if handles else ()
         number = next(self._ids)
         task = Task(
             number,
@@ -404,13 +426,13 @@ class Dispatcher:
         task: Task,
         finish: Callable[[Any], Any] = lambda value: value,
         fail: Callable[[], None] = lambda: None,
-    ) -> CallFuture[Any]:
+    ) -> Future[Any]:
         """Submit a task; its result comes with the future.
 
         `finish` makes what the caller gets of what the function returned. `fail` is called if there
         will be no result.
         """
-        future: CallFuture[Any] = CallFuture()
+        future: Future[Any] = Future()
         future._bind(lambda: self.cancel(task), lambda: task.assigned)
         self.results.after(task, functools.partial(self._settle, task, future, finish, fail))
         try:
@@ -423,7 +445,7 @@ class Dispatcher:
     def _settle(
         self,
         task: Task,
-        future: CallFuture[Any],
+        future: Future[Any],
         finish: Callable[[Any], Any],
         fail: Callable[[], None],
     ) -> None:
@@ -514,7 +536,7 @@ class Dispatcher:
         # Its end fills the lane that has room.
         self._loop.call_soon(lambda: None)
 
-    def _submit_send(self, lane: Lane, task: Task) -> Future[None]:
+    def _submit_send(self, lane: Lane, task: Task) -> concurrent.futures.Future[None]:
         self.timeouts.start(task)
         return self._sending.submit(lane, functools.partial(self._send, lane, task))
 
@@ -1070,3 +1092,340 @@ def _called_by_handler(task: Task) -> RuntimeError:
         "call, and neither can go on before the other; set a flag in the handler, and make the "
         "call where the flag is looked at, or on another thread"
     )
+
+
+class CallTeller:
+    """Makes events of what becomes of calls, if anybody listens."""
+
+    def __init__(self, events: EventStream, tracking: Tracking) -> None:
+        self.events = events
+        """For those who hurry: they look whether anybody listens before they tell something."""
+        self.tracking = tracking
+        self.curves = Curves()
+        """What was logged, for a page that is opened later."""
+
+    def submitted(self, task: Task) -> None:
+        """Tell that a call waits for a worker, or is about to be sent."""
+        if self.events.listened:
+            self.events.emit(CallSubmitted, task.id, task.name)
+
+    def started(self, lane: Lane, task: Task) -> None:
+        """Tell that a worker was given a call."""
+        if self.events.listened:
+            task.given = time.monotonic()
+            self.events.emit(CallStarted, task.id, task.name, lane.node, lane.worker)
+        if task.trace is not None:
+            task.trace.given(lane.node, lane.worker)
+
+    def transferred(self, lane: Lane, task: Task, direction: str, size: int) -> None:
+        """Tell how many bytes of a call were "sent" or "received", if they are many."""
+        if self.events.listened and size > HEAVY_BYTES:
+            self.events.emit(
+                Transferred, task.id, task.name, lane.node, lane.worker, direction, size
+            )
+
+    def retried(self, task: Task, why: str) -> None:
+        """Tell that a call runs again."""
+        if self.events.listened:
+            self.events.emit(CallRetried, task.id, task.name, why)
+
+    def ended(self, task: Task, failed: Failed | None) -> None:
+        """Tell that a call has its result, or failed, or was cancelled."""
+        if self.events.listened:
+            load, emit = task.load, self.events.emit
+            node, worker = (None, None) if load is None else (load.node, load.worker)
+            if failed is None:
+                emit(CallFinished, task.id, task.name, node, worker, task.ran)
+            elif task.cancelled:
+                emit(CallCancelled, task.id, task.name, node, worker)
+            else:
+                emit(CallFailed, task.id, task.name, node, worker, task.ran, failed.summary)
+        if task.trace is not None:
+            task.trace.end(task.ran, "" if failed is None else failed.summary)
+
+    def logged(self, message: Logged, lane: Lane) -> None:
+        """Take the numbers that tasks of a worker have logged."""
+        known: dict[int, tuple[str, int | None]] = {}
+        place, taken = (lane.node, lane.worker), []
+        for number, step, values in message.rows:
+            if number not in known:
+                task = lane.tasks.get(number)
+                name = "" if task is None else task.name
+                # Read once: another thread empties it when the broadcast is over.
+                together = () if task is None else task.together
+                rank = together.index(task) if together else None
+                known[number] = name, rank
+                if task is not None:
+                    task.logged = True
+            taken.append(self._take(place, values, step, *place, number, *known[number]))
+        self.tracking.take(taken)
+
+    def logged_here(self, values: dict[str, float], step: int | None) -> None:
+        """Take numbers that the client has logged."""
+        self.tracking.take([self._take(None, values, step, None, None, 0, "", None)], here=True)
+
+    def _take(
+        self, place: Place, values: dict[str, float], step: int | None, *about: Any
+    ) -> NumbersLogged:
+        step = self.curves.add(place, values, step)
+        event = NumbersLogged(time.time(), self.events.pool, step, values, *about)
+        self.events.pass_on(event)
+        return event
+
+    def output(self, written: Written, node: int, worker: int, name: str) -> None:
+        """Make an event of each line of a task; the states of a progress bar are none."""
+        if self.events.listened and not written.transient:
+            for line in written.text.removesuffix("\n").split("\n"):
+                self.events.emit(
+                    OutputWritten, node, worker, written.task, name, written.stream, line
+                )
+
+
+ENDLESS_SECONDS = 5.0
+"""How long nothing has moved before a call that waits fails."""
+NAMED_MAX = 8
+"""How many streams a message names."""
+WHAT_TO_DO = "read one to its end or close it, or use more nodes or sky.Worker(concurrency=...)"
+
+_lanes_of_pools: weakref.WeakSet[Lanes] = weakref.WeakSet()
+"""The lanes of every pool of this process."""
+_WAITS: frozenset[CodeType] = frozenset(
+    wait.__code__ for wait in (Task.wait, Borrower.wait, Crowd.wait, Flow._pop)
+)
+_WAITS_FOR_FUTURE = concurrent.futures.Future.result.__code__
+_IDLE = frozenset(("IPython", "debugpy", "ipykernel", "pydevd", "pytest_timeout", "tqdm", "zmq"))
+"""Packages with threads that never run the user's code."""
+_IDLE_LOOPS = ("fsspecIO",)
+"""Threads with an event loop that never runs the user's code, by name: the store starts one."""
+
+
+class HeldWorkers:
+    """Tells which streams keep calls from running, and which calls would wait for ever."""
+
+    def __init__(self, lanes: Lanes, console: Console) -> None:
+        self._lanes, self._console = lanes, console
+        _lanes_of_pools.add(lanes)
+        self._told: frozenset[int] = frozenset()
+        """The streams that were named last."""
+        self._seen: list[tuple[int, int]] = []
+        """Of each of these streams, its number and how many of its items nobody has read."""
+        self._since = 0.0
+        """When they were first seen so."""
+        self._collected = False
+        """Whether garbage was collected since then."""
+
+    def look(self, *, slots: int, may_grow: bool) -> list[tuple[Task, DeadlockError]]:
+        """Tell about calls that wait; those that would wait for ever. Called at every beat.
+
+        `slots` is how many calls the pool can run at once; `may_grow` says whether it can get more.
+        """
+        waiting, streams, alone = self._lanes.held()
+        if not waiting:
+            self._told = frozenset()
+            return []
+        numbers = frozenset(task.id for task in streams)
+        seen = [(task.id, task.stream.unread) for task in streams if task.stream is not None]
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since, self._collected = seen, now, False
+        if numbers != self._told:
+            self._told = numbers
+            self._console.note(f"{_calls(waiting)} for a worker: {_told(streams)}; {WHAT_TO_DO}")
+        if not alone or may_grow or len(streams) < slots or now - self._since < ENDLESS_SECONDS:
+            return []
+        # Such a stream ends by itself; and a thread may wait for a call of another pool.
+        others = [lanes for lanes in list(_lanes_of_pools) if lanes is not self._lanes]
+        if any(task.timer is not None for task in streams) or any(map(_is_busy, others)):
+            return []
+        if _somebody_can_read():
+            return []
+        if not self._collected:
+            # A stream that only garbage refers to ends now, and the next look finds it gone.
+            self._collected = True
+            gc.collect()
+            return []
+        why = (
+            f"would wait for ever for a worker: {_told(streams)}, and all threads that could read "
+            f"them wait, too; {WHAT_TO_DO}"
+        )
+        return [(task, DeadlockError(f"{task.name} {why}")) for task in waiting]
+
+
+def _calls(waiting: Sequence[Task]) -> str:
+    if len(waiting) == 1:
+        return f"{waiting[0].name} waits"
+    return f"{waiting[0].name} and {len(waiting) - 1} more calls wait"
+
+
+def _told(streams: Sequence[Task]) -> str:
+    named = [f"{task.name} on {task.load.where}" for task in streams if task.load is not None]
+    more = f" and {len(named) - NAMED_MAX} more" if len(named) > NAMED_MAX else ""
+    held = ", ".join(named[:NAMED_MAX]) + more
+    return f"streams that are not read hold all of them ({held})"
+
+
+def _is_busy(lanes: Lanes) -> bool:
+    return any(lane.tasks for lane in lanes)
+
+
+def _somebody_can_read() -> bool:
+    """Whether a thread of this program may still read or close a stream: one that does not wait.
+
+    In doubt, a thread may: only threads of Skyward, and some that are known to be idle, may not.
+    """
+    main = threading.main_thread().ident
+    timers = {
+        each.ident
+        for each in threading.enumerate()
+        if isinstance(each, threading.Timer) and _package(each.function.__module__) not in _IDLE
+    }
+    idle = {each.ident for each in threading.enumerate() if each.name in _IDLE_LOOPS}
+    for thread, frame in sys._current_frames().items():
+        if thread in idle or _waits_for_a_call(frame):
+            continue
+        if thread == main or thread in timers:
+            return True
+        modules = set(map(_module, _outwards(frame)))
+        packages = set(map(_package, modules))
+        if packages & _IDLE:
+            continue
+        # An event loop that is idle now may run code of the user's later.
+        is_loop = "asyncio.base_events" in modules and "skyward" not in packages
+        if is_loop or packages - sys.stdlib_module_names - {"skyward"}:
+            return True
+    return False
+
+
+def _waits_for_a_call(frame: FrameType) -> bool:
+    """Whether a thread does nothing until a call is done."""
+    for each in _outwards(frame):
+        if each.f_code is _WAITS_FOR_FUTURE and isinstance(each.f_locals.get("self"), Future):
+            return each.f_locals.get("timeout") is None
+        if _package(_module(each)) not in sys.stdlib_module_names:
+            return each.f_code in _WAITS
+    return False
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+_staff = Staff("skyward-arguments", 16)
+"""Encodes and sends results that are arguments: large ones must not keep other results."""
+
+
+class ResultThread:
+    """The thread of a pool that uses results."""
+
+    def __init__(self, packer: Packer, fail: Callable[[Task, BaseException | None], None]) -> None:
+        """`fail` gives a task up: because of a problem, or without one since it is cancelled."""
+        self._packer, self._fail = packer, fail
+        self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._awaiting: set[Task] = set()
+        """The tasks that wait for futures among their arguments."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this code runs on the thread."""
+        return threading.current_thread() is self._thread
+
+    def after(self, task: Task, action: Callable[[], None]) -> None:
+        """Run an action when the task is done; call before `submit`."""
+        self._begin()
+        task.when_done(lambda _: self._actions.put(action))
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="skyward-results", daemon=True
+                )
+                self._thread.start()
+
+    def _serve(self) -> None:
+        while (action := self._actions.get()) is not None:
+            action()
+            # It has the result, which nobody may want any more when the next one comes.
+            del action
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._actions.put(None)
+            if not self.is_current:
+                self._thread.join()
+
+    # Tasks with futures as arguments.
+
+    def submit_later(self, tasks: Sequence[Task], submit: Callable[[], None]) -> None:
+        """Submit tasks once the futures among their arguments are done.
+
+        At once if they are: a callback on this thread may wait for the result.
+        """
+        futures = {id(future): future for task in tasks for future in task.awaits}
+        if all(future.done() for future in futures.values()):
+            self._submit(tasks, submit)
+            return
+        with self._lock:
+            self._awaiting.update(tasks)
+        left = [len(futures)]
+
+        def one_done(_: Any) -> None:
+            with self._lock:
+                left[0] -= 1
+                last = not left[0]
+            if last:
+                _staff.run(functools.partial(self._submit, tasks, submit))
+
+        for future in futures.values():
+            future.add_done_callback(one_done)
+
+    def _submit(self, tasks: Sequence[Task], submit: Callable[[], None]) -> None:
+        with self._lock:
+            self._awaiting.difference_update(tasks)
+        wanted = [task for task in tasks if not task.done]
+        try:
+            for task in wanted:
+                task.handles += [self._packer.handle(_done(each, task)) for each in task.awaits]
+            for task in tasks:
+                task.awaits = ()
+            if wanted:
+                submit()
+        except BaseException as problem:
+            for task in wanted:
+                self._fail(task, problem)
+
+    def give_up(self, why: str) -> None:
+        """Fail the tasks that wait for futures: the pool ends."""
+        with self._lock:
+            awaiting, self._awaiting = self._awaiting, set()
+        for task in awaiting:
+            self._fail(task, PoolClosedError(f"{task.name} was not done: {why}"))
+
+
+def _done(future: Future[Any], task: Task) -> Future[Any]:
+    """A future that is done; raises its exception, with a note, if it has failed."""
+    try:
+        problem = future.exception()
+    except CancelledError:
+        raise TaskCancelledError(
+            f"{task.name} was not run: an argument of it is the result of a call that was cancelled"
+        ) from None
+    if problem is not None:
+        note = f"{task.name} was not run: this exception is that of a call whose result it needs"
+        if note not in getattr(problem, "__notes__", ()):
+            add_note(problem, note)
+        raise problem
+    return future

@@ -1,38 +1,46 @@
 """Lanes: how the client uses executors.
 
-A lane joins the connection to one executor, the executor's holdings, and its load. The lanes of a
-pool, and the tasks that wait for one, are under one lock.
+A lane joins the connection to one executor, the executor's holdings, and its load: holdings are the
+objects that the executor has already, so that the client sends them only once. The lanes of a pool,
+and the tasks that wait for one, are under one lock. A task that runs longer than its timeout is
+looked at, so that its error says where it is, and cancelled.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from skyward.calls.holdings import Body, Holdings
-from skyward.calls.relays import Neighbor, Relays
+from skyward.calls.loop import Loop
+from skyward.calls.packer import NamedParcel, Parcel
+from skyward.calls.relays import RELAY_MIN, Copy, Neighbor, Relays
 from skyward.calls.scheduler import Load, Scheduler
 from skyward.calls.streams import Feeder
-from skyward.calls.task import Standing, Task
+from skyward.calls.task import Standing, Task, timeout_error
 from skyward.errors import ProtocolError
 from skyward.objects import memory, payloads
 from skyward.objects.blobs import BlobStore, Mapped
 from skyward.objects.payloads import Pieces
 from skyward.staff import Staff
 from skyward.wire.channel import Channel
-from skyward.wire.frames import Frame
+from skyward.wire.frames import DESCRIPTOR_LIMIT, Frame
 from skyward.wire.messages import (
+    KNOWN,
     SEGMENT,
     STREAMED,
     Buffer,
     Cancel,
+    Define,
+    Fetch,
+    Forget,
     Message,
     Payload,
     Released,
@@ -46,6 +54,21 @@ PROMPT_BYTES = 16 << 10
 """A frame up to this size is sent without waiting, even during an outage of the network."""
 LONG_BYTES = 1 << 20
 """A transfer of a larger pickle is cut off when its task is cancelled."""
+CODE_MAX = 256
+"""How many functions an executor keeps before the client tells it to forget the oldest."""
+LOOK_SECONDS = 10.0
+"""How long a timeout may be late, because agents are asked where the tasks are; on a machine that
+is not too busy to answer, it is some milliseconds."""
+TOGETHER_SECONDS = 0.5
+"""Tasks of one broadcast that are due within this time are cancelled together, after the look: one
+that is cancelled makes the others fail in the collective that they wait in."""
+AGAIN_SECONDS = 0.1
+"""How often a timeout is looked at that is due while a debugger holds the time."""
+LOOKS_AT_ONCE = 64
+SENDS_AT_ONCE = 64
+"""How many threads send at the same time to executors that are within reach."""
+
+Body = list[bytes | memoryview]
 
 
 class Connection:
@@ -142,6 +165,207 @@ class Connection:
         self.closed = True
         self.channel.close()
         self._mapped.close()
+
+
+class Holdings:
+    """The code, data, buffers and segments of memory that one executor has been sent.
+
+    Every caller holds the lock of the executor's connection, so that the notes here are in the
+    same order as the messages.
+    """
+
+    __slots__ = (
+        "_channel",
+        "_digests",
+        "_leaving",
+        "_missed",
+        "_named",
+        "_neighbor",
+        "_relays",
+        "_resent",
+        "_segments",
+        "_store",
+        "_tasks",
+        "sends",
+    )
+
+    def __init__(
+        self,
+        channel: Channel,
+        store: BlobStore,
+        tasks: Mapping[int, Task],
+        neighbor: Neighbor,
+        relays: Relays | None,
+    ) -> None:
+        """`tasks` are the executor's tasks; without `relays`, it fetches from no other executor."""
+        self._channel, self._store, self._tasks = channel, store, tasks
+        self._neighbor, self._relays = neighbor, relays
+        self._named: OrderedDict[bytes, NamedParcel] = OrderedDict()
+        self._digests: set[bytes] = set()
+        self._segments: set[int] = set()
+        self._leaving: set[int] = set()
+        """Segments that the executor was told to forget and has not released yet."""
+        self.sends = 0
+        """How many tasks were sent."""
+        self._resent: dict[bytes, int] = {}
+        """For digests and keys that were missing: the task with which they were sent again."""
+        self._missed: dict[bytes, Copy] = {}
+        """For digests that did not come from another executor: from which."""
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether the executor may be told to get buffers from another executor."""
+        return self._relays is not None
+
+    def has(self, named: NamedParcel) -> bool:
+        """Whether the executor has the code or data under this key."""
+        return named.key in self._named
+
+    def define(self, named: NamedParcel, *, again: bool = False) -> None:
+        """Send code or data that the executor does not have under its key yet."""
+        if named.key in self._named:
+            if not named.frozen:
+                self._named.move_to_end(named.key)
+            return
+        payload, body, descriptors = self.pack(named.parcel, again=again)
+        define = Define(named.key, payload, named.frozen, named.fresh)
+        self._channel.send(define, body, descriptors)
+        self._named[named.key] = named
+        if len(self._named) > CODE_MAX:
+            self._forget_oldest(named.key)
+
+    def _forget_oldest(self, newest: bytes) -> None:
+        used = {key for task in self._tasks.values() for key in _keys(task)}
+        old = next((k for k, n in self._named.items() if not n.frozen and k not in used), None)
+        if old is not None and old != newest:
+            del self._named[old]
+            self._channel.send(Forget([old], [], []))
+
+    def pack(self, parcel: Parcel, *, again: bool = False) -> tuple[Payload, Body, list[int]]:
+        """A parcel as it is sent: its payload, its body, and descriptors of shared memory.
+
+        The executor is told to get large buffers from other executors if it can; with `again`,
+        those that did not come from another executor.
+        """
+        if not parcel.encoded.buffers:
+            length = parcel.encoded.pickle_length
+            return Payload(length, inline=length), parcel.encoded.pieces, []
+        streamed: dict[bytes, memoryview] = {}
+        new: dict[int, memory.Segment] = {}
+
+        def can_map(segment: memory.Segment) -> bool:
+            """Whether the executor has the segment, or gets it with this frame."""
+            if segment.id in self._segments:
+                return segment.id not in self._leaving
+            if segment.id not in new and len(new) == DESCRIPTOR_LIMIT:
+                return False
+            new[segment.id] = segment
+            return True
+
+        def large(buffers: list[memoryview]) -> list[Buffer]:
+            refs = []
+            for index, digest in enumerate(parcel.digests):
+                length = len(buffers[index])
+                blob = parcel.blobs[index] if parcel.blobs else None
+                if self._channel.shares_memory and blob is not None and can_map(blob.segment):
+                    refs.append(Buffer(length, SEGMENT, digest, blob.segment.id, blob.offset))
+                    continue
+                if digest in self._digests:
+                    refs.append(Buffer(length, KNOWN, digest))
+                    continue
+                self._digests.add(digest)
+                refs.append(Buffer(length, STREAMED, digest))
+                streamed[digest] = buffers[index] if blob is None else blob.view()
+            if self._fetches(streamed, again=again):
+                for ref in refs:
+                    ref.where = KNOWN if ref.where == STREAMED else ref.where
+                streamed.clear()
+            return refs
+
+        packed = payloads.pack(parcel.encoded, large)
+        for segment in new.values():
+            self._store.pin(segment)
+            self._segments.add(segment.id)
+            packed.payload.segments.append((segment.id, segment.size))
+        body = packed.body + list(streamed.values())
+        return packed.payload, body, [segment.descriptor for segment in new.values()]
+
+    def _fetches(self, buffers: dict[bytes, memoryview], *, again: bool) -> bool:
+        """Have the executor fetch buffers from another; False if the client must send them."""
+        if self._relays is None or not buffers:
+            return False
+        worthwhile = sum(map(len, buffers.values())) >= RELAY_MIN
+        missed = {digest: self._missed.pop(digest) for digest in buffers if digest in self._missed}
+        if again and len(missed) == len(buffers):
+            given = self._relays.again(self._neighbor, missed)
+        else:
+            fetch = worthwhile and not again
+            given = self._relays.give(self._neighbor, list(buffers), fetch=fetch)
+        if given is None:
+            return False
+        source, number = given
+        wanted = [(digest, len(buffer)) for digest, buffer in buffers.items()]
+        self._channel.send(Fetch(wanted, source.address, source.certified, number))
+        return True
+
+    def lacks(self, task: Task, digests: Iterable[bytes], keys: Iterable[bytes]) -> None:
+        """Note that the executor lacks buffers or objects that a task needs.
+
+        Several tasks may lack the same object; the client sends it again with the first of them.
+        """
+        lacking = [digest for digest in digests if self._resent.get(digest, 0) <= task.sent]
+        for key in keys:
+            named = self._named.get(key)
+            if named is not None and self._resent.get(key, 0) <= task.sent:
+                del self._named[key]
+                self._resent[key] = self.sends + 1
+                lacking += named.parcel.digests
+        missed = self._relays.miss(self._neighbor, lacking) if self._relays is not None else {}
+        self.drop_digests(lacking)
+        self._missed.update(missed)
+        self._resent.update(dict.fromkeys(lacking, self.sends + 1))
+
+    def drop_digests(self, digests: Collection[bytes]) -> None:
+        """Note that the executor does not keep these buffers any more."""
+        self._digests.difference_update(digests)
+        for digest in digests:
+            self._resent.pop(digest, None)
+            self._missed.pop(digest, None)
+        if self._relays is not None:
+            self._relays.take(self._neighbor, digests)
+
+    def released(self, segments: list[int]) -> None:
+        """Note that the executor no longer maps these segments of the client's."""
+        gone = self._segments.intersection(segments)
+        self._segments -= gone
+        self._leaving -= gone
+        for segment in gone:
+            self._store.unpin(segment)
+
+    def forget(
+        self, segments: Sequence[int], keys: Sequence[bytes], digests: Sequence[bytes]
+    ) -> Forget | None:
+        """Forget objects that no task will refer to; returns the message for the executor, if any.
+
+        Segments stay pinned until the executor reports that it has released them.
+        """
+        ours = [segment for segment in segments if segment in self._segments]
+        self._leaving.update(ours)
+        known = [key for key in keys if self._named.pop(key, None) is not None]
+        for key in known:
+            self._resent.pop(key, None)
+        stale = [digest for digest in digests if digest in self._digests]
+        self.drop_digests(stale)
+        return Forget(known, ours, stale) if ours or known or stale else None
+
+    def clear(self) -> None:
+        """Forget everything: the executor is gone."""
+        self.released(list(self._segments))
+        self.drop_digests(list(self._digests))
+
+
+def _keys(task: Task) -> list[bytes]:
+    return [task.code.key, *(named.key for named in task.handles)]
 
 
 @dataclass(slots=True)
@@ -709,11 +933,129 @@ def _held_up(load: Load[Task]) -> bool:
     )
 
 
-# Senders.
+@dataclass(slots=True)
+class TimeoutGroup:
+    """Tasks that are looked at together, and how many looks have not ended."""
+
+    tasks: Sequence[Task]
+    due: list[Task]
+    left: int
 
 
-MOST = 64
-"""How many threads send at the same time to executors that are within reach."""
+class Timeouts:
+    """Cancels the tasks of a pool whose time is over."""
+
+    def __init__(
+        self, loop: Loop, lanes: Lanes, cancel: Callable[[Task, BaseException], None]
+    ) -> None:
+        self._loop, self._lanes, self._cancel = loop, lanes, cancel
+        self._staff = Staff("skyward-looks", LOOKS_AT_ONCE)
+        self._lock = threading.Lock()
+        self._looking: dict[int, TimeoutGroup] = {}
+        """The looks that have not ended, by the number of the first task."""
+        self._holds = 0
+        self._held = 0.0
+        """For how long the time has been held so far."""
+        self._held_since = 0.0
+
+    def start(self, task: Task) -> None:
+        """Let a task's time run, if it has a timeout; a second call changes nothing."""
+        if task.timeout is not None and task.timer is None and not task.done:
+            task.due = self.now() + task.timeout
+            task.timer = self._loop.later(task.timeout, functools.partial(self._strike, task))
+
+    def hold(self) -> None:
+        """Let no task's time run for now: somebody is in a debugger."""
+        with self._lock:
+            if not self._holds:
+                self._held_since = time.monotonic()
+            self._holds += 1
+
+    def release(self) -> None:
+        """Let the time run again, once for every `hold`."""
+        with self._lock:
+            self._holds -= 1
+            if not self._holds:
+                self._held += time.monotonic() - self._held_since
+
+    def now(self) -> float:
+        """The time without the times in which it was held."""
+        with self._lock:
+            now = self._held_since if self._holds else time.monotonic()
+            return now - self._held
+
+    def _strike(self, task: Task) -> None:
+        """Have a task looked at and cancelled; on the loop's thread, which must not wait."""
+        if not _unfinished(task):
+            return
+        left = task.due - self.now()
+        if self._holds or left > AGAIN_SECONDS:
+            again = functools.partial(self._strike, task)
+            task.timer = self._loop.later(max(left, AGAIN_SECONDS), again)
+            return
+        task.overdue = True
+        tasks = task.together or [task]
+        key = tasks[0].id
+        places = [(each, self._reachable(each)) for each in tasks]
+        asked = [(each, lane) for each, lane in places if lane is not None]
+        with self._lock:
+            group = self._looking.get(key)
+            if group is not None:
+                group.due.append(task)
+                return
+            self._looking[key] = TimeoutGroup(tasks, [task], len(asked))
+        if not asked:
+            self._end(key)
+        for each, lane in asked:
+            self._staff.run(functools.partial(self._look, key, each, lane))
+        self._loop.later(LOOK_SECONDS, functools.partial(self._end, key))
+
+    def look_at(self, tasks: Sequence[Task], seconds: float) -> None:
+        """Note where tasks are, each in its `standing`; waits so many seconds for their agents."""
+        places = [(task, self._reachable(task)) for task in tasks]
+        looks = [
+            self._staff.submit(self._note_standing, task, lane)
+            for task, lane in places
+            if lane is not None
+        ]
+        concurrent.futures.wait(looks, seconds)
+
+    def _note_standing(self, task: Task, lane: Lane) -> None:
+        task.standing = lane.look(task)
+
+    def _reachable(self, task: Task) -> Lane | None:
+        lane = self._lanes.with_task(task) if _unfinished(task) else None
+        return lane if lane is not None and lane.channel.connected else None
+
+    def _look(self, key: int, task: Task, lane: Lane) -> None:
+        try:
+            self._note_standing(task, lane)
+        finally:
+            with self._lock:
+                group = self._looking.get(key)
+                last = False
+                if group is not None:
+                    group.left -= 1
+                    last = not group.left
+            if last:
+                self._end(key)
+
+    def _end(self, key: int) -> None:
+        """Cancel what is due, after the look or without waiting for it any longer."""
+        with self._lock:
+            group = self._looking.pop(key, None)
+        if group is None:
+            return
+        soon = self.now() + TOGETHER_SECONDS
+        for task in group.tasks:
+            due = task in group.due or (task.timer is not None and task.due < soon)
+            if due and _unfinished(task):
+                self._cancel(task, timeout_error(task))
+
+
+def _unfinished(task: Task) -> bool:
+    """Whether the task has no answer yet, or is a stream that has not ended."""
+    return not task.done or (task.stream is not None and task.on_executor)
 
 
 @dataclass(slots=True, eq=False)
@@ -736,7 +1078,7 @@ class Sending:
     """
 
     def __init__(self) -> None:
-        self._staff = Staff("skyward-send", MOST)
+        self._staff = Staff("skyward-send", SENDS_AT_ONCE)
         self._queues: dict[Lane, Queue] = {}
         """The lanes that something is to be sent on, or that are cut off."""
         self._stuck: set[Lane] = set()
@@ -815,4 +1157,4 @@ class Sending:
         else:
             self._stuck.discard(lane)
         if len(self._stuck) != before:
-            self._staff.allow(MOST + len(self._stuck))
+            self._staff.allow(SENDS_AT_ONCE + len(self._stuck))

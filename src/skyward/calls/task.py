@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from skyward.calls.kept import KeptResult, ResultTensors
 from skyward.calls.loop import Borrower, Timer
 from skyward.calls.packer import NamedParcel, Parcel
 from skyward.calls.scheduler import Load
 from skyward.calls.spans import CallTrace
-from skyward.errors import RemoteError, SkywardError
+from skyward.errors import RemoteError, SkywardError, TaskError, TaskTimeoutError
 from skyward.functions import ArrivalSignal, Future
 from skyward.objects import encoding
 from skyward.objects.payloads import Pieces, raised
@@ -25,6 +25,7 @@ from skyward.wire.messages import NEVER, Failure
 WINDOW = 16
 """How many items the worker may be ahead of the consumer."""
 
+E = TypeVar("E", bound=TaskError)
 StreamItem = tuple[Pieces, ResultTensors | None]
 
 
@@ -392,3 +393,20 @@ def not_the_end(problem: BaseException) -> BaseException:
     replacement = RuntimeError("the call raised StopIteration")
     replacement.__cause__ = problem
     return replacement
+
+
+def timeout_error(task: Task) -> TaskTimeoutError:
+    """The error of a task whose time is over; it says where the task was, if that is known."""
+    where = f" on {task.load.where}" if task.load is not None else ""
+    text = f"{task.name} ran longer than its timeout of {task.timeout:g} s{where}; "
+    return standing_at(task, TaskTimeoutError, f"{text}the remote work was cancelled")
+
+
+def standing_at(task: Task, kind: type[E], text: str) -> E:
+    """An error of that kind, which says where the task was, if that is known."""
+    standing = task.standing
+    if standing is None:
+        return kind(text)
+    error = kind(f"{text}; {standing.text}")
+    error.place, error.collective = standing.place, standing.collective
+    return error

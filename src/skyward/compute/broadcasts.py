@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from skyward.calls.nested import group_is_over
-from skyward.calls.task import Answer, Failed, Streaming, Task
-from skyward.calls.timeouts import standing_at
+from skyward.calls.task import Answer, Failed, Streaming, Task, standing_at
 from skyward.errors import (
     BroadcastError,
     ConfigurationError,
