@@ -1,4 +1,4 @@
-"""Attaching to a pool that stays, against starting a pool anew, each with a first call."""
+"""Attaching to a kept pool, against starting a pool anew, each with a first call."""
 
 from __future__ import annotations
 
@@ -73,4 +73,4 @@ def kept_models(scale: Scale) -> list[Row]:
 
 if __name__ == "__main__":
     measurements = [attaching, kept_models]
-    run_suite("what attaching to a pool that stays costs", measurements, full=FULL, quick=QUICK)
+    run_suite("what attaching to a kept pool costs", measurements, full=FULL, quick=QUICK)

@@ -74,7 +74,7 @@ def check(found: float) -> None:
 
 @contextmanager
 def pool_with_a_kept_model(scale: Scale) -> Iterator[float]:
-    """A pool that stays, with the model on its device; yields the seconds that `keep` took."""
+    """A kept pool, with the model on its device; yields the seconds that `keep` took."""
     with tempfile.TemporaryDirectory(prefix="sky-") as state:
         os.environ["SKYWARD_STATE"] = state
         with sky.Compute(name="kept-bench", keep=600, options=QUIET) as compute:

@@ -118,7 +118,7 @@ def cost(size: Size) -> Sequence[Row]:
 
 @contextmanager
 def kept(nodes: int) -> Iterator[str]:
-    """A pool that stays and has no client, and the address of a page of its own."""
+    """A kept pool without a client, and the address of a page of its own."""
     with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder:
         os.environ["SKYWARD_STATE"] = folder
         options = sky.Options(console=False)
@@ -136,7 +136,7 @@ def kept(nodes: int) -> Iterator[str]:
 
 
 def processes_of(pool: str) -> list[psutil.Process]:
-    """The page and the agents of a pool that stays; agents are nobody's children."""
+    """The page and the agents of a kept pool; agents are nobody's children."""
     found, folder = [], os.environ["SKYWARD_STATE"]
     for each in psutil.process_iter():
         with suppress(psutil.Error):
@@ -156,7 +156,7 @@ def spent_by(processes: Sequence[psutil.Process]) -> float:
 
 
 def kept_cost(size: Size) -> Sequence[Row]:
-    """The same for a pool that stays, whose agents are asked."""
+    """The same for a kept pool, whose agents are asked."""
 
     def during() -> float:
         before = spent_by(processes)
@@ -172,7 +172,7 @@ def kept_cost(size: Size) -> Sequence[Row]:
         taken = interleave({"looked at": looked_at, "alone": during}, rounds=size.rounds)
     pairs = zip(taken["looked at"].values, taken["alone"].values, strict=True)
     more = Sample(tuple(100 * (a - b) * 10 / size.nodes for a, b in pairs), " % of a core")
-    what = "a page that shows a pool that stays, for each 10 nodes"
+    what = "a page that shows a kept pool, for each 10 nodes"
     return [absolute(what, more, "< 1 % of a core", 1.0)]
 
 

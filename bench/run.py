@@ -36,8 +36,8 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 SUITES = {
     "functions": "Calls",
     "objects": "Objects",
-    "state": "Shared state and objects that stay on a node",
-    "attach": "Pools that stay",
+    "state": "Shared state and objects that live on a node",
+    "attach": "Kept pools",
     "device": "The torch device, on a CPU worker",
     "copies": "Copies between devices",
     "ddp": "Distributed training",

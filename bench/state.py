@@ -1,4 +1,4 @@
-"""Shared state and objects that stay on a node, against a bare socket, a manager and a plain call.
+"""Shared state and objects that live on a node, against a bare socket, a manager and a plain call.
 
 As a program with a path it is the server at the other end: it echoes, or it is a manager.
 """

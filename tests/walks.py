@@ -208,7 +208,7 @@ def start(walk: str, provider: sky.Provider | None = None) -> None:
 
 
 def attach_and_operate() -> None:
-    """Attach to a pool that stays, and use a device of it."""
+    """Attach to a kept pool, and use a device of it."""
     import torch
 
     # A test that is interrupted leaves it for five minutes.

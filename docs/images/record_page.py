@@ -129,7 +129,7 @@ for trial in range(1000):
 
 
 def record_kept() -> None:
-    """A pool that stays, with two clients, a script and a call by name."""
+    """A kept pool, with two clients, a script and a call by name."""
     folder = Path(tempfile.mkdtemp(prefix="page-"))
     os.environ["SKYWARD_STATE"] = str(folder / "state")
     for name, text in (("embed_run", EMBED), ("tokenize_run", EMBED), ("sweep", SWEEP)):

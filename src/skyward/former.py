@@ -86,7 +86,7 @@ NAMES = {
         "is sky.Compute(options=sky.Options(console=False))"
     ),
     "CallbackWriter": "write `with sky.redirect_output(callback):`, or print(...) to a file object",
-    "Client": "there is no server: sky.attach(name) reaches a pool that stays",
+    "Client": "there is no server: sky.attach(name) reaches a kept pool",
     "Cluster": "compute.nodes lists the nodes as they are now; a plugin's hooks get the cluster",
     "ComputePool": "it is called sky.Compute",
     "DEFAULT_IMAGE": "write sky.Image(), or leave image= out",

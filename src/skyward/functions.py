@@ -107,7 +107,7 @@ def call_target(where: Where) -> CallTarget:
 def active_compute() -> CallTarget | None:
     """The Compute whose block this code is in, or that was entered last.
 
-    In a script on a pool that stays, outside of all blocks, it is that pool.
+    In a script on a kept pool, outside of all blocks, it is that pool.
     """
     found = current.get() or (active[-1] if active else None)
     if found is None and context.POOL_VARIABLE in os.environ and context.VARIABLE not in os.environ:

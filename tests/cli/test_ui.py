@@ -91,7 +91,7 @@ def test_it_shows_only_the_pools_that_are_named(compute: sky.Compute, start: Any
     process = start("ui", ALONE, "--json")
     told = messages(address(process))
     told_so = process.stderr.readline().decode()
-    assert f"no pool that stays is called '{ALONE}' (there are: " in told_so
+    assert f"no kept pool is called '{ALONE}' (there are: " in told_so
     with sky.Compute(name=ALONE, options=sky.Options(console=False)):
         pool = next(message for message in told if message["type"] == "pool")
     assert pool["name"] == ALONE

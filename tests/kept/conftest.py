@@ -1,4 +1,4 @@
-"""Pools that stay: each test module has a state folder of its own, and leaves no agent behind."""
+"""Kept pools: each test module has a state folder of its own, and leaves no agent behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attaching to a pool that stays: from other processes, one after another and at once."""
+"""Attaching to a kept pool: from other processes, one after another and at once."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_others_are_named_when_a_client_would_end_the_pool(kept: str, script: Sc
 
 
 def test_a_pool_of_that_name_cannot_be_made_twice(kept: str) -> None:
-    with pytest.raises(sky.errors.ConfigurationError, match=f"{kept}.*stays already.*sky down"):
+    with pytest.raises(sky.errors.ConfigurationError, match=f"{kept}.*is kept already.*sky down"):
         sky.Compute(name=kept, keep=True)
 
 

@@ -1,4 +1,4 @@
-"""`sky up`, `ps`, `attach`, `stop`, `start` and `down` for pools that stay."""
+"""`sky up`, `ps`, `attach`, `stop`, `start` and `down` for kept pools."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def bench(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def test_up_leaves_a_pool_that_ps_shows_and_down_ends(bench: str) -> None:
     (shown,) = documents("ps")
     assert (shown["name"], shown["provider"], shown["kept"]) == (bench, "local", True)
-    assert shown["state"].startswith("stays, idle for")
+    assert shown["state"].startswith("kept, idle for")
     with sky.attach(bench) as compute:
         (shown,) = documents("ps")
-        assert shown["state"] == "stays, 1 client"
+        assert shown["state"] == "kept, 1 client"
         assert shown["clients"][0]["pid"] == str(os.getpid())
         assert pid() >> compute
     assert "removed" in run("down", bench).output
     assert documents("ps") == []
-    with pytest.raises(sky.errors.PoolError, match="no pool called 'bench' stays here"):
+    with pytest.raises(sky.errors.PoolError, match="no pool called 'bench' is kept here"):
         sky.attach(bench)
 
 
@@ -182,7 +182,7 @@ def test_a_call_by_name_that_runs_is_not_ended_by_accident(bench: str) -> None:
         compute.submit(long(), name="steps")
         with pytest.raises(sky.errors.PoolError, match=r"runs the call steps of .*force=True"):
             compute.resize(1)
-    assert documents("ps")[0]["state"] == "stays, 1 call by name"
+    assert documents("ps")[0]["state"] == "kept, 1 call by name"
     for verb in ("stop", "down"):
         refused = run(verb, bench, code=1).stderr
         assert f"{bench}: runs the call steps of " in refused
@@ -287,7 +287,7 @@ def test_the_record_moves_to_another_home_and_is_a_key(
         with sky.attach(bench) as compute:
             compute.resize(2)
             assert len(pid() @ compute) == 2
-        assert "stays already" in run("attach", "--import", str(file), code=1).stderr
+        assert "is kept already" in run("attach", "--import", str(file), code=1).stderr
 
 
 def test_down_ends_a_pool_whose_agent_is_gone(bench: str) -> None:

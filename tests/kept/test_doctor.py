@@ -1,4 +1,4 @@
-"""`sky doctor` and completion with pools that stay."""
+"""`sky doctor` and completion with kept pools."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_a_pool_that_stays_is_asked_and_completed(home: Path) -> None:
 
     (found,) = health.kept("asked")
     assert (found.check, found.state) == ("kept asked", "ok")
-    assert found.found == "stays, and answers: 1 node"
+    assert found.found == "kept, and answers: 1 node"
     assert names.kept_pools(context, argument, "as") == ["asked"]
     assert "asked" in names.recorded_pools(context, argument, "")
 
     (found,) = health.recorded()
-    assert found.state == "ok", "a pool that stays is not left behind"
+    assert found.state == "ok", "a kept pool is not left behind"
 
     process = psutil.Process(agent)
     os.kill(agent, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Pools that stay, when something breaks: clients and agents that are killed, and haste."""
+"""Kept pools, when something breaks: clients and agents that are killed, and haste."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused_with_the_next_step(home: Path) -> None:
         assert result.exit_code == 2
         return result.output
 
-    assert "needs the name of one pool that stays; given: none" in refusal("--on-head")
+    assert "needs the name of one kept pool; given: none" in refusal("--on-head")
     assert "given: a, b" in refusal("a", "b", "--on-head")
     assert "--host 0.0.0.0" in refusal("a", "--on-head", "--host", "0.0.0.0")
     assert "give --on-head, too" in refusal("a", "--stop")

@@ -1,4 +1,4 @@
-"""Pools that stay on the page: their nodes, and the calls of all clients."""
+"""Kept pools on the page: their nodes, and the calls of all clients."""
 
 from __future__ import annotations
 

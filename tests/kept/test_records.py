@@ -1,4 +1,4 @@
-"""The records of pools that stay, in a folder that machines may share."""
+"""The records of kept pools, in a folder that machines may share."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_a_pool_of_another_machine_is_left_alone(bench: str) -> None:
     there = [msgspec.structs.replace(node, hostname="elsewhere") for node in record.nodes]
     records.write(msgspec.structs.replace(record, nodes=there))
     try:
-        assert occupancy(records.read(bench)).state == "stays, out of reach"
-        with pytest.raises(sky.errors.PoolError, match="it stays on elsewhere, and this is"):
+        assert occupancy(records.read(bench)).state == "kept, out of reach"
+        with pytest.raises(sky.errors.PoolError, match="it is kept on elsewhere, and this is"):
             sky.attach(bench)
         refused = CliRunner().invoke(command, ["down", bench])
-        assert "it stays on elsewhere" in refused.stderr
+        assert "it is kept on elsewhere" in refused.stderr
         assert bench in records.names()
     finally:
         records.write(record)

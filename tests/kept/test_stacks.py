@@ -1,4 +1,4 @@
-"""`sky stacks` of a pool that stays: no process has it, and its agents answer."""
+"""`sky stacks` of a kept pool: no process has it, and its agents answer."""
 
 from __future__ import annotations
 

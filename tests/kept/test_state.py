@@ -1,4 +1,4 @@
-"""Shared state and objects on nodes, in a pool that stays."""
+"""Shared state and objects on nodes, in a kept pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sky exec`, `shell`, `cp`, `run`, `jobs`, `logs` and `cancel` on a pool that stays, over TLS."""
+"""`sky exec`, `shell`, `cp`, `run`, `jobs`, `logs` and `cancel` on a kept pool, over TLS."""
 
 from __future__ import annotations
 

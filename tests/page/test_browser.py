@@ -196,7 +196,7 @@ def test_a_thousand_nodes_are_a_map_and_the_hundred_busiest(chromium: Chromium) 
 
 
 class Shared(Thousand):
-    """A source with a pool that stays, which two clients use at once."""
+    """A source with a kept pool, which two clients use at once."""
 
     def join(self) -> Viewer:
         viewer, now = Viewer(), time.time()

@@ -1,4 +1,4 @@
-"""What a pool that stays does on every provider: others use it, and nothing of it is left."""
+"""What a kept pool does on every provider: others use it, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def marked(path: str, text: str = "") -> str:
 
 
 def start(provider: Provider, name: str, nodes: int = 1, **more: Any) -> list[int]:
-    """Start a pool that stays, and leave it; gives the processes of its workers."""
+    """Start a kept pool, and leave it; gives the processes of its workers."""
     with sky.Compute(
         provider, nodes=nodes, name=name, **{"keep": True, "options": QUIET, **more}
     ) as compute:

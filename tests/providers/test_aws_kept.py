@@ -1,4 +1,4 @@
-"""Pools that stay on AWS: used by another process, stopped with their disks, and ended."""
+"""Kept pools on AWS: used by another process, stopped with their disks, and ended."""
 
 from __future__ import annotations
 

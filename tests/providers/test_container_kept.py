@@ -1,4 +1,4 @@
-"""Pools that stay in containers: used by another process, stopped, started, ended."""
+"""Kept pools in containers: used by another process, stopped, started, ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_pool_stays_in_containers_is_stopped_and_starts_again_with_its_files()
     kept_pools.use_elsewhere("boxes", workers)
     with sky.attach("boxes") as compute:
         assert kept_pools.marked("/var/tmp/mark", "mine") @ compute == ["mine", "mine"]
-    assert kept_pools.shown("boxes")["state"].startswith("stays, idle for")
+    assert kept_pools.shown("boxes")["state"].startswith("kept, idle for")
 
     assert kept_pools.says("stop", "boxes").startswith("boxes: stopped; `sky start boxes`")
 

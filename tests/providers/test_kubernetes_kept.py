@@ -1,4 +1,4 @@
-"""Pools that stay as pods, when pods are lost or nobody uses them; see test_kubernetes.py, too."""
+"""Kept pools as pods, when pods are lost or nobody uses them; see test_kubernetes.py, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of pools that stay, when a start fails or a client leaves early, without a cluster."""
+"""Jobs of kept pools, when a start fails or a client leaves early, without a cluster."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_the_end_of_the_allocation_closes_the_login(
 
     async def scenario() -> None:
         jobs = pool_jobs(sky.Slurm())
-        known(jobs, 0)  # The machines of a pool that stays.
+        known(jobs, 0)  # The machines of a kept pool.
         await jobs.close()
         assert closed == [jobs.login]
 

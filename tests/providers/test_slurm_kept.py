@@ -1,4 +1,4 @@
-"""Pools that stay in a job of Slurm's: used by another process, and ended."""
+"""Kept pools in a job of Slurm's: used by another process, and ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool that stays on SSH hosts: commands, files and jobs on it, through its own connections."""
+"""A kept pool on SSH hosts: commands, files and jobs on it, through its own connections."""
 
 from __future__ import annotations
 

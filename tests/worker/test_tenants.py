@@ -87,7 +87,7 @@ def test_a_second_client_may_come_before_the_word_that_the_node_stays(
     tenants = Tenants(config_of(tmp_path), queue.SimpleQueue())
     with monkeypatch.context() as impatient:
         impatient.setattr("skyward.worker.tenants.KEEP_SECONDS", 0.0)
-        with pytest.raises(ProtocolError, match="does not stay"):
+        with pytest.raises(ProtocolError, match="is not kept"):
             tenants.enter("second", 2)
     late = threading.Timer(0.2, tenants.keep, [0])
     late.start()

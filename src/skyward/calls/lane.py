@@ -379,7 +379,7 @@ class Preparation:
     replaced: bool = False
     """Whether its group of workers is over: the executor gets no new tasks, and ends when idle."""
     group: str = ""
-    """The hooks that the executor has entered for an earlier client of a pool that stays."""
+    """The hooks that the executor has entered for an earlier client of a kept pool."""
 
     def begin(self) -> bool:
         """Note that the executor is told to prepare; False if it has been told before."""

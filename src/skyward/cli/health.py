@@ -376,7 +376,7 @@ def described(name: str) -> list[Finding]:
 
 
 def kept(name: str) -> list[Finding]:
-    """A pool that stays: whether the agent of each of its nodes answers."""
+    """A kept pool: whether the agent of each of its nodes answers."""
     check = f"kept {name}"
     try:
         with reach(name) as pool:
@@ -388,8 +388,8 @@ def kept(name: str) -> list[Finding]:
         advice = str(problem)
         if "`sky down" not in advice:
             advice += f"; `sky down {name}` removes it"
-        return [Finding(check, "problem", "it stays, but does not answer", advice)]
-    return [Finding(check, "ok", f"stays, and answers: {count} node{'s' * (count != 1)}")]
+        return [Finding(check, "problem", "kept, but does not answer", advice)]
+    return [Finding(check, "ok", f"kept, and answers: {count} node{'s' * (count != 1)}")]
 
 
 def recorded() -> list[Finding]:

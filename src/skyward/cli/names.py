@@ -61,9 +61,9 @@ def _accelerators() -> Iterable[str]:
 
 
 recorded_pools = _completing(_recorded)
-"""The pools that have machines, and those that stay."""
+"""The pools that have machines, and those that are kept."""
 kept_pools = _completing(_kept)
-"""The pools that stay."""
+"""The kept pools."""
 described_pools = _completing(_described)
 """The pools of the settings file."""
 providers = _completing(_providers)

@@ -1,4 +1,4 @@
-"""`sky exec`, `shell` and `cp`: commands, a terminal and files on nodes of a pool that stays."""
+"""`sky exec`, `shell` and `cp`: commands, a terminal and files on nodes of a kept pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`sky up`, `attach`, `stop`, `start`, `down`: the life of pools that stay or were left behind."""
+"""`sky up`, `attach`, `stop`, `start`, `down`: the life of pools, kept or left behind."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 @click.argument("name", required=False, shell_complete=names.recorded_pools)
 @click.option("--all", "everything", is_flag=True, help="Every pool, also those in use.")
 @click.option("--yes", is_flag=True, help="Do not ask about pools that may be in use.")
-@click.option("--force", is_flag=True, help="Also end a pool that stays and is in use.")
+@click.option("--force", is_flag=True, help="Also end a kept pool that is in use.")
 @click.option("--forget", is_flag=True, help="Only take the pool NAME off the record.")
 def down(name: str | None, everything: bool, yes: bool, force: bool, forget: bool) -> None:
     """Remove the machines of pools that were left behind, or of the pool NAME.
 
-    NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them. A pool that
-    stays is removed only by its name, or with --all; if it has clients, or scripts or calls by
+    NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them. A kept
+    pool is removed only by its name, or with --all; if it has clients, or scripts or calls by
     name run on it, --force is needed. --forget removes nothing: it is for machines that are gone,
     or that nobody can reach any more.
     """
@@ -62,7 +62,7 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
             for pool in pools
             if pool.client == "gone" and pool.id not in kept and pool.name not in unclear
         ]
-    # Whether a pool that stays is in use, its agents know.
+    # Whether a kept pool is in use, its agents know.
     in_use = [pool for pool in chosen if pool.client != "gone" and pool.id not in kept]
     if forget:
         _check_forgettable(chosen)

@@ -1,4 +1,4 @@
-"""`sky ps`: the pools that have machines, or what one of them has that stays."""
+"""`sky ps`: the pools that have machines, or what one of them has."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def ps(name: str | None) -> None:
     """List pools that have machines, or what the pool NAME has: nodes, clients, jobs, results.
 
     A pool whose process has ended is left behind; `sky down` removes it. Its machines may have
-    ended themselves, so its cost is what it is at most. A pool that stays is listed with the number
+    ended themselves, so its cost is what it is at most. A kept pool is listed with the number
     of its clients and calls by name, or how long it has been idle, and with the size of its values.
     Other pools of plain workers on this machine end with their process and are not listed.
-    NAME is a pool that stays.
+    NAME is a kept pool.
     """
     if name is not None:
         _show_pool(name)
@@ -48,7 +48,7 @@ def ps(name: str | None) -> None:
     from skyward.nodes.records import Journal
 
     found = recorded_pools(Journal())
-    # Each pool that stays is asked who uses it, all at once: one may be out of reach.
+    # Each kept pool is asked who uses it, all at once: one may be out of reach.
     with ThreadPoolExecutor(AT_ONCE) as asking:
         told = list(asking.map(lambda each: each[1] and occupancy(each[1]), found))
     pools = [(pool, kept) for (pool, _), kept in zip(found, told, strict=True)]

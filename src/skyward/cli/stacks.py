@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def stacks(name: str | None, everything: bool) -> None:
     """Show the task, the line and the stack of every worker of your pools.
 
-    These are the pools of all your processes on this machine and those that stay, or those called
+    These are the pools of all your processes on this machine and the kept pools, or those called
     NAME. A worker that hangs in C code is shown, too. The innermost call comes last.
     """
     from skyward.errors import PoolError
@@ -35,7 +35,7 @@ def stacks(name: str | None, everything: bool) -> None:
         output.as_json([_document(pool) for pool in found])
         return
     if not found:
-        click.echo("no pool runs here, and none stays")
+        click.echo("no pool runs here, and none is kept")
         return
     for number, pool in enumerate(found):
         click.echo(("\n" if number else "") + output.clean(f"{pool.name} ({pool.pool})"))

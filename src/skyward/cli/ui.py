@@ -42,12 +42,12 @@ def opened(url: str) -> Iterator[None]:
 
 
 def _tell_missing(names: Iterable[str]) -> None:
-    """Say which of these pools do not stay: the page shows them if a process has them."""
-    staying = importlib.import_module("skyward.nodes.records").names()
-    if missing := [repr(name) for name in names if name not in staying]:
-        there = ", ".join(staying) or "none"
+    """Say which of these pools are not kept: the page shows them if a process has them."""
+    kept = importlib.import_module("skyward.nodes.records").names()
+    if missing := [repr(name) for name in names if name not in kept]:
+        there = ", ".join(kept) or "none"
         click.echo(
-            f"no pool that stays is called {' or '.join(missing)} (there are: {there}); the page "
+            f"no kept pool is called {' or '.join(missing)} (there are: {there}); the page "
             "shows a pool of that name while a process has it",
             err=True,
         )
@@ -56,7 +56,7 @@ def _tell_missing(names: Iterable[str]) -> None:
 def _check_for_head(names: tuple[str, ...], host: str) -> None:
     if len(names) != 1:
         given = ", ".join(names) or "none"
-        raise click.UsageError(f"--on-head needs the name of one pool that stays; given: {given}")
+        raise click.UsageError(f"--on-head needs the name of one kept pool; given: {given}")
     if host != LOOPBACK:
         raise click.UsageError(
             f"--host {host}: the page of a head comes to this machine's loopback alone; leave it "
@@ -82,7 +82,7 @@ def ui(
     are entered later appear by themselves. Whoever has the printed address sees them; /metrics is
     there for Prometheus.
 
-    With --on-head, the head node of the pool NAME, which stays, serves the page; it goes on when
+    With --on-head, the head node of the kept pool NAME serves the page; it goes on when
     this command ends, and the same command finds it again, also elsewhere. The page comes to this
     machine's loopback through the pool's own connections.
     """
@@ -124,7 +124,7 @@ def _show_head(name: str, port: int, shows: bool) -> None:
         about = {"pool": name, "node": page.node, "found": page.found}
         _tell(f"the head of {name} {served}, until interrupted", page.url, page.address, **about)
         if not output.wants_json():
-            click.echo(f"(there it stays; `sky ui {name} --on-head --stop` ends it)", err=True)
+            click.echo(f"(it goes on there; `sky ui {name} --on-head --stop` ends it)", err=True)
         _wait(page.url, shows, ended)
         for reason in reasons:
             click.echo(f"{name}: {reason}", err=True)

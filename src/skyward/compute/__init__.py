@@ -87,9 +87,9 @@ class Compute:
     `name` stands for the pool in messages and in `sky ps`. It is only a name: two pools may have
     the same, and only `Compute.named` looks a name up in the project's settings.
 
-    With `keep=True`, the pool stays when the block is left: `sky.attach(name)` uses it again, from
-    any process of this user, and `sky down NAME` or `compute.down()` ends it. With a number, it
-    also ends by itself after so many seconds without a client.
+    With `keep=True`, the pool is kept when the block is left: `sky.attach(name)` uses it again,
+    from any process of this user, and `sky down NAME` or `compute.down()` ends it. With a number,
+    it also ends by itself after so many seconds without a client.
 
     `project` is a folder of this machine whose files nodes have in their working directory.
 
@@ -163,7 +163,7 @@ class Compute:
         self._token: Token[Any] | None = None
         self._pid = os.getpid()
         self._attached = False
-        """Whether this is a client of a pool that stays, which `attach` has connected."""
+        """Whether this is a client of a kept pool, which `attach` has connected."""
         self._fleet: Fleet | None = None
         """The nodes, and with their dispatcher the tasks on them; None before the first start."""
         self._named: NamedCalls | None = None
@@ -322,7 +322,7 @@ class Compute:
 
     @classmethod
     def _again(cls, record: KeptPool) -> Self:
-        """A `Compute` like the one that has made a pool that stays."""
+        """A `Compute` like the one that has made a kept pool."""
         spec, plugins = restored(record, provider_of(record))
         compute = cls.__new__(cls)
         compute._set_up(spec, plugins, None)
@@ -330,7 +330,7 @@ class Compute:
 
     @classmethod
     def _attach(cls, reached: ReachedPool, on_event: OnEvent | None) -> Self:
-        """A `Compute` that is connected to a pool that stays."""
+        """A `Compute` that is connected to a kept pool."""
         compute = cls._again(reached.record)
         compute._on_event = on_event
         # Last: from here on, the pool's fleet ends what has found the machines.
@@ -443,7 +443,7 @@ class Compute:
         close_despite_interrupts(lambda: self._take_down(seconds), self._hurry)
 
     def _take_down(self, seconds: float = 5.0) -> None:
-        """Take everything down, or leave a pool that stays; a second call does nothing more.
+        """Take everything down, or leave a kept pool; a second call does nothing more.
 
         Whatever fails of it, all of it is done; then the failure is raised.
         """
@@ -455,17 +455,17 @@ class Compute:
             return
         with contextlib.ExitStack() as last_first:
             last_first.callback(self._end, fleet, seconds)
-            if fleet.stays and not fleet.closed:
+            if fleet.is_kept and not fleet.closed:
                 last_first.callback(fleet.devices.finish, self._note)
             last_first.callback(self._around.close)
 
     def _end(self, fleet: Fleet, seconds: float) -> None:
-        stays = ""
+        kept = ""
         if self._named is not None:
             self._named.leave()
-        if fleet.stays and not fleet.closed:
+        if fleet.is_kept and not fleet.closed:
             fleet.detach(seconds)
-            stays = f"it stays, until `sky down {self.name}`"
+            kept = f"it is kept, until `sky down {self.name}`"
         else:
             fleet.close(seconds)
         listening, self._listening = self._listening, None
@@ -474,19 +474,19 @@ class Compute:
             listening.close()
         if not self._ended:
             self._ended = True
-            fleet.console.close(self._last_line(fleet, stays))
+            fleet.console.close(self._last_line(fleet, kept))
 
-    def _last_line(self, fleet: Fleet, stays: str) -> str:
+    def _last_line(self, fleet: Fleet, kept: str) -> str:
         receipt = fleet.ledger.receipt()
         if self._was_ready:
             counts = fleet.dispatcher.counts
             calls = done(counts) if counts.submitted else ""
-            parts = [each for each in (calls, receipt, stays) if each]
+            parts = [each for each in (calls, receipt, kept) if each]
             return f"{self.name}: {'; '.join(parts) or 'closed'}"
         return f"{self.name}: did not start; {receipt}" if receipt else ""
 
     def down(self, *, force: bool = False) -> None:
-        """End a pool that stays, for all its clients.
+        """End a kept pool, for all its clients.
 
         Refuses while other clients are attached, or scripts or calls by name run on it, and names
         them, unless `force` is given.
@@ -540,8 +540,8 @@ class Compute:
     ) -> Future[Any]:
         """Run on one node and don't wait; the same as `pending > compute`.
 
-        With a name, the call goes on when this client leaves the pool, which must be one that
-        stays; `compute.result(name)` gets its result, from any client of the pool.
+        With a name, the call goes on when this client leaves the pool, which must be
+        a kept one; `compute.result(name)` gets its result, from any client of the pool.
 
         >>> future = compute.submit(train(x), on=1)
         >>> compute.submit(train(x), name="run-7")
@@ -779,7 +779,7 @@ class Compute:
         value's tensors is free when no client uses them any more.
         """
         check_name(name, "forget")
-        if self._open_fleet.stays:
+        if self._open_fleet.is_kept:
             self._calls.forget(name)
         KeptValues(self._open_fleet).forget(name)
 
@@ -856,17 +856,17 @@ class Compute:
     def resize(self, nodes: int | tuple[int, int] | Nodes, *, force: bool = False) -> None:
         """Grow or shrink to that many nodes; `(min, max)` and `Nodes` set new bounds as well.
 
-        Returns when that many nodes are ready; with bounds, when `min` nodes are ready. A pool that
-        stays does not shrink while other clients are attached, calls by name go on or scripts run
+        Returns when that many nodes are ready; with bounds, when `min` nodes are ready. A kept
+        pool does not shrink while other clients are attached, calls by name go on or scripts run
         on it: the error names them. `force` shrinks it all the same.
 
         >>> compute.resize(4)
         >>> compute.resize(sky.Nodes(8, min=4))
         """
         if isinstance(nodes, (tuple, list, Nodes)):
-            if self._open_fleet.stays and not Nodes.of(nodes).floor:
+            if self._open_fleet.is_kept and not Nodes.of(nodes).floor:
                 raise ConfigurationError(
-                    f"resize({nodes!r}): a pool that stays has at least one node, which knows its "
+                    f"resize({nodes!r}): a kept pool has at least one node, which knows its "
                     "clients; give (1, n)"
                 )
             self._open_fleet.resize(Nodes.of(nodes), force=force)

@@ -133,7 +133,7 @@ def resolve(
     idle = _idle_limit(keep, name)
     if idle is not None and not Nodes.of(nodes).floor:
         raise ConfigurationError(
-            f"Compute(keep={keep!r}, nodes={nodes!r}): a pool that stays has at least one node, "
+            f"Compute(keep={keep!r}, nodes={nodes!r}): a kept pool has at least one node, "
             "which knows its clients; give nodes=(1, n)"
         )
     worker, options = worker or Worker(), options or Options()
@@ -179,14 +179,14 @@ def resolve(
 
 
 def _idle_limit(keep: bool | float, name: str | None) -> float | None:
-    """After how many seconds without a client a pool ends; 0: never, None: it does not stay."""
+    """After how many seconds without a client a pool ends; 0: never, None: it is not kept."""
     if keep is False:
         return None
     if keep is not True:
         checks.above_zero("Compute", "keep", keep)
     if name is None:
         raise ConfigurationError(
-            f"Compute(keep={keep!r}): a pool that stays needs a name to be found by; write "
+            f"Compute(keep={keep!r}): a kept pool needs a name to be found by; write "
             "Compute(name='train', keep=True)"
         )
     records.check_name(name)
@@ -209,7 +209,7 @@ def _recorded(spec: PoolSpec, plugins: tuple[Plugin, ...]) -> str:
 
 
 def restored(record: KeptPool, provider: Provider) -> tuple[PoolSpec, tuple[Plugin, ...]]:
-    """The specification and the plugins of a pool that stays, from its record."""
+    """The specification and the plugins of a kept pool, from its record."""
     parts = records.unpickled(record)
     plugins: tuple[Plugin, ...] = parts.pop("plugins")
     spec = PoolSpec(provider=provider, recorded=record.spec, id=record.id, **parts)

@@ -1,4 +1,4 @@
-"""Pools that stay: attached to from any process of their user, stopped, and started again."""
+"""Kept pools: attached to from any process of their user, stopped, and started again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN = ("local", "ssh")
 
 
 def attach(name: str | None = None, *, on_event: OnEvent | None = None) -> Compute:
-    """Connect to a pool that stays, and return a `Compute` on it.
+    """Connect to a kept pool, and return a `Compute` on it.
 
     The pool was made by `sky up NAME` or by `Compute(name=..., keep=True)`. Leaving the block, or
     the end of the process, leaves the pool as it is. Without a name, it is the pool on which this
@@ -43,7 +43,7 @@ def attach(name: str | None = None, *, on_event: OnEvent | None = None) -> Compu
 
 
 def reach(name: str, *, forget: bool = False) -> ReachedPool:
-    """A pool that stays, for its services alone: `pool.service(0, "about")`.
+    """A kept pool, for its services alone: `pool.service(0, "about")`.
 
     With `forget`, the record of a pool whose machines are gone is removed.
     """
@@ -58,7 +58,7 @@ def _named(name: str | None) -> str:
     found = name or os.environ.get(POOL_VARIABLE)
     if not found or not isinstance(found, str):
         raise ConfigurationError(
-            f"attach({name!r}): give the name of a pool that stays, such as `sky ps` lists; "
+            f"attach({name!r}): give the name of a kept pool, such as `sky ps` lists; "
             f"only a script that runs on such a pool ({POOL_VARIABLE}) may leave it out"
         )
     return found

@@ -1,4 +1,4 @@
-"""Calls by name on a pool that stays: they go on without their client, and keep their results.
+"""Calls by name on a kept pool: they go on without their client, and keep their results.
 
 Each is a job of the head's agent, and `runner` runs them. This is the client's end: calls are made,
 listed, waited for, cancelled and forgotten. What came of a call is in logs of the job, as objects
@@ -147,7 +147,7 @@ class NamedCalls:
         if record is None:
             raise ConfigurationError(
                 f"name={name!r}: this pool ends with its client, and its calls with it; only a "
-                "pool that stays keeps calls by name: make it with Compute(name=..., keep=True)"
+                "kept pool keeps calls by name: make it with Compute(name=..., keep=True)"
             )
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"name={name!r}: give a name, such as 'run-7'")
@@ -526,7 +526,7 @@ class NamedCalls:
     def _reading_apart(self) -> Iterator[ServiceConnection]:
         """A connection of its own, for what is read after the client has left."""
         head, record = self._fleet.head, self._fleet.record
-        assert record is not None, "only a pool that stays keeps calls"
+        assert record is not None, "only a kept pool keeps calls"
         try:
             with ReachedPool(record) as pool, pool.service(head, "jobs") as agent:
                 yield agent

@@ -88,12 +88,12 @@ def readiness(there: int, nodes: Nodes, seconds: float, price: float | None) -> 
 
 
 def without_end(spec: PoolSpec, price: float | None) -> str:
-    """The warning that a pool that stays costs money with no end in sight; empty if it does not."""
+    """The warning that a kept pool costs money with no end in sight; empty if it does not."""
     if spec.keep != 0 or spec.request.ttl is not None or not sells(spec.provider):
         return ""
     cost = "an unknown price" if price is None else f"{money(price)} an hour"
     return (
-        f"{spec.name} stays until `sky down {spec.name}`, at {cost}; ttl=SECONDS ends it in any "
+        f"{spec.name} is kept until `sky down {spec.name}`, at {cost}; ttl=SECONDS ends it in any "
         "case, keep=SECONDS when nobody uses it for so long"
     )
 

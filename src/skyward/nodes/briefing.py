@@ -48,7 +48,7 @@ class Briefing:
         clustered: bool,
         client: str = "",
     ) -> None:
-        """`client` is the tenant that this client is, in a pool that stays."""
+        """`client` is the tenant that this client is, in a kept pool."""
         self._client = client
         self._id = pool_id
         self._spec = spec

@@ -182,7 +182,7 @@ async def _found(
 
 
 def _kept_here(provider: Provider, pool: PoolRecord, found: list[str]) -> list[Machine]:
-    """Machines of a pool that stays on this machine, made where `find` does not look now."""
+    """Machines of a kept pool on this machine, made where `find` does not look now."""
     if not is_here(provider):
         return []
     ids = [each.id for each in pool.machines if each.id is not None and each.id not in found]

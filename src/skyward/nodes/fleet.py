@@ -83,14 +83,14 @@ READY_SECONDS = 120.0
 PREPARE_SECONDS = 1800.0
 """How much longer a start with an image or plugins may take: some download gigabytes."""
 PART_SECONDS = 20.0
-"""How long idle executors of a pool that stays have to part from a client: they answer at once,
+"""How long idle executors of a kept pool have to part from a client: they answer at once,
 but on a busy machine their processors may be taken for seconds, and to replace them costs more."""
 PART_LOOK_SECONDS = 0.005
 STALLED_SECONDS = 2.0
 """After so long between two beats, this process itself stood still: a machine that slept, say."""
 SWEEP_SECONDS = 180.0
 """How long a provider may take to remove what a pool has besides machines."""
-LEFT = "its client left the pool, which stays; wait for results before you leave"
+LEFT = "its client left the pool, which is kept; wait for results before you leave"
 """Why tasks fail that were not done when the client left."""
 RUN_SECONDS = 5.0
 """How long the end of nodes waits for the ends of their lives, after those of their machines."""
@@ -116,7 +116,7 @@ class Fleet:
     ) -> None:
         """`broadcast` makes the broadcasts that tasks ask for.
 
-        `adoption` is how the fleet comes by the nodes of a pool that stays.
+        `adoption` is how the fleet comes by the nodes of a kept pool.
         """
         self.spec, self.console = spec, console
         self.id = spec.id or uuid.uuid4().hex[:12]
@@ -224,7 +224,7 @@ class Fleet:
     # Starting.
 
     def start(self) -> None:
-        """Start the nodes, or connect to those of a pool that stays.
+        """Start the nodes, or connect to those of a kept pool.
 
         Raises the first failure that leaves too few nodes.
         """
@@ -270,7 +270,7 @@ class Fleet:
         self._begin_pulse()
 
     def _attach(self, adoption: Adoption) -> None:
-        """Connect to the nodes of a pool that stays; raises if none of them can be reached."""
+        """Connect to the nodes of a kept pool; raises if none of them can be reached."""
         self._allow_descriptors(len(adoption.machines))
         self._opened = True
         note_pool(self._journal, adoption.record)
@@ -505,7 +505,7 @@ class Fleet:
     def lock(self, *, force: bool) -> contextlib.ExitStack:
         """Keep other clients from changing the pool; the caller closes what this returns."""
         held = contextlib.ExitStack()
-        if self.stays:
+        if self.is_kept:
             for node in self.nodes:
                 # A pool whose agents do not answer cannot be locked, but can be ended.
                 with contextlib.suppress(NodeLostError):
@@ -517,7 +517,7 @@ class Fleet:
     def _lock_unused(self) -> contextlib.ExitStack:
         """Lock a pool that loses nodes; `PoolError` if others, a script or a call use it."""
         with self.lock(force=False) as held:
-            if self.stays:
+            if self.is_kept:
                 indexes = [node.index for node in self.nodes]
                 check_jobs(self.spec.name, indexes, self.service)
             return held.pop_all()
@@ -712,10 +712,10 @@ class Fleet:
         """Note that what was open on a node is gone."""
         self.devices.node_lost(node.index, reason)
 
-    # Pools that stay.
+    # Kept pools.
 
     def keep(self) -> None:
-        """Write the pool's record, and let its nodes stay."""
+        """Write the pool's record, and keep its nodes."""
         serving = [node for node in self.nodes if node.serves]
         facts = [node.host.facts(node.index) for node in serving]
         record = new_record(
@@ -730,13 +730,13 @@ class Fleet:
         wait([node.let_stay(record.idle) for node in serving])
 
     @property
-    def stays(self) -> bool:
-        """Whether the pool stays when this client leaves."""
+    def is_kept(self) -> bool:
+        """Whether the pool is still there when this client has left."""
         return self.keeper.begun is not None
 
     @property
     def record(self) -> KeptPool | None:
-        """The record of a pool that stays."""
+        """The record of a kept pool."""
         return self.keeper.begun
 
     # Files.
@@ -770,7 +770,7 @@ class Fleet:
     # Ending.
 
     def detach(self, seconds: float = 5.0) -> None:
-        """Leave a pool that stays; tasks that are not done are cancelled, and fail."""
+        """Leave a kept pool; tasks that are not done are cancelled, and fail."""
         self._end_once(lambda: self._detach(seconds))
 
     def close(self, seconds: float = 5.0) -> None:
@@ -827,7 +827,7 @@ class Fleet:
         self.roster.close()
         self.devices.close("its client left the pool")
         self._part(max(seconds, PART_SECONDS))
-        self._end([node for node in self.nodes if not node.host.stays], 0)
+        self._end([node for node in self.nodes if not node.host.is_kept], 0)
         for node in self.nodes:
             node.stop()
         wait([node.end_run() for node in self.nodes], RUN_SECONDS)
@@ -840,7 +840,7 @@ class Fleet:
 
         An executor that still runs a task, or does not answer, is replaced.
         """
-        serving = [node for node in self.nodes if node.control is not None and node.host.stays]
+        serving = [node for node in self.nodes if node.control is not None and node.host.is_kept]
         groups = {node: self.preparer.entered_by(node) for node in serving}
         lanes = [(node, lane) for node in serving for lane in list(node.lanes.values())]
         deadline = time.monotonic() + seconds
@@ -865,7 +865,7 @@ class Fleet:
         self.roster.close()
         self.devices.close("its pool was closed")
         # A stopped pool that could not be started is stopped again, with all that it has.
-        spare = bool(self.spec.id) and not self.stays and self.spec.provider.capabilities.stops
+        spare = bool(self.spec.id) and not self.is_kept and self.spec.provider.capabilities.stops
         try:
             self._end(self.nodes, seconds, spare=spare)
         finally:

@@ -153,7 +153,7 @@ class Host:
         await self._do(self._prepare(former))
 
     async def adopt(self, kept: KeptNode, machine: Machine) -> None:
-        """Use a machine of a pool that stays, and the agent that runs on it."""
+        """Use a machine of a kept pool, and the agent that runs on it."""
         await self._do(self._adopt(kept, machine))
 
     def keep(self) -> None:
@@ -184,7 +184,7 @@ class Host:
             self._intended = self._intended or self._machine is not None
 
     @property
-    def stays(self) -> bool:
+    def is_kept(self) -> bool:
         """Whether the machine stays when this client leaves."""
         return self._kept
 

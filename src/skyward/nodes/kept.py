@@ -1,6 +1,6 @@
-"""A kept pool: what makes it stay, how it is reached, and what keeps its record true.
+"""A kept pool: what keeps it, how it is reached, and what keeps its record true.
 
-Of the clients of a pool that stays, one starts a lost node, wherever they are. An agent that is
+Of the clients of a kept pool, one starts a lost node, wherever they are. An agent that is
 left decides which: the first of the nodes that a client can reach. If there is none, a client knows
 only of those on its own machine.
 """
@@ -96,7 +96,7 @@ class StartLease:
         self.last: KeptNode | None = msgspec.convert(facts, KeptNode) if facts else None
         """The node as the client has told that started it last; None if none did."""
         self.record: KeptPool | None = None
-        """The pool's record as it is now; None if the pool does not stay or has ended."""
+        """The pool's record as it is now; None if the pool is not kept or has ended."""
 
     async def tell(self, facts: KeptNode | None) -> None:
         """Tell those who wait what the node is now."""
@@ -116,7 +116,7 @@ class PoolKeeper:
     """
 
     def __init__(self, begun: KeptPool | None) -> None:
-        """`begun` is the record of a pool that stays."""
+        """`begun` is the record of a kept pool."""
         self._lock = threading.Lock()
         self._begun = begun
         self._ended: dict[int, str] = {}
@@ -126,18 +126,18 @@ class PoolKeeper:
 
     @property
     def begun(self) -> KeptPool | None:
-        """The record as this client knows it; None while the pool does not stay yet."""
+        """The record as this client knows it; None while the pool is not kept yet."""
         return self._begun
 
     def begin(self, record: KeptPool) -> None:
-        """Write the record of a pool that stays from now on."""
+        """Write the record of a kept pool from now on."""
         with self._lock:
             with records.changing(record.name):
                 records.write(record, new=not _is_stopped(record.name))
             self._begun = record
 
     def add(self, facts: KeptNode, tell_head: Callable[[Members], bool]) -> KeptPool | None:
-        """Have a node on the record of a pool that stays; None if the pool does not."""
+        """Have a node on the record of a kept pool; None if the pool does not."""
         with self._lock:
             record = self._begun
             if record is None:
@@ -326,7 +326,7 @@ def new_record(
     hourly_cost: float | None,
     nodes: list[KeptNode],
 ) -> KeptPool:
-    """The first record of a pool that stays; `client` are its client's credentials."""
+    """The first record of a kept pool; `client` are its client's credentials."""
     saved = authority.save() if authority is not None else None
     ttl = spec.request.ttl
     return KeptPool(
@@ -346,7 +346,7 @@ def new_record(
 
 
 def note_pool(journal: Journal, record: KeptPool) -> None:
-    """Have the journal know a pool that stays and was made on another machine."""
+    """Have the journal know a kept pool that was made on another machine."""
     if any(pool.id == record.id for pool in journal.pools()):
         return
     cost = record.hourly_cost
@@ -476,7 +476,7 @@ CALLS_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """What a client needs to attach to a pool that stays."""
+    """What a client needs to attach to a kept pool."""
 
     record: KeptPool
     machines: Mapping[int, tuple[KeptNode, Machine]]
@@ -567,11 +567,11 @@ def imported(data: bytes, where: str, name: str | None) -> KeptPool:
 
 
 class MachinesGone(PoolError):
-    """The machines of a pool that stays are gone, and only its record is left."""
+    """The machines of a kept pool are gone, and only its record is left."""
 
 
 class MachinesStopped(PoolError):
-    """The machines of a pool that stays are stopped, though `sky stop` did not stop them."""
+    """The machines of a kept pool are stopped, though `sky stop` did not stop them."""
 
 
 def check_here(record: KeptPool, provider: Provider) -> None:
@@ -580,13 +580,13 @@ def check_here(record: KeptPool, provider: Provider) -> None:
     here = socket.gethostname()
     if not record.inside and is_here(provider) and places and here not in places:
         raise PoolError(
-            f"{record.name}: it stays on {', '.join(sorted(places))}, and this is {here}; a pool "
+            f"{record.name}: it is kept on {', '.join(sorted(places))}, and this is {here}; a pool "
             "of sky.Local is used on its own machine"
         )
 
 
 class ReachedPool(Closing):
-    """A pool that stays, without being its client: for its services alone."""
+    """A kept pool, without being its client: for its services alone."""
 
     def __init__(self, record: KeptPool, *, forget: bool = False) -> None:
         """With `forget`, the record of a pool whose machines are gone is removed."""

@@ -263,7 +263,7 @@ class NodeFleet(Protocol):
     keeper: PoolKeeper
     credentials: Credentials | None
     client: str
-    """The tenant that this client is, in a pool that stays."""
+    """The tenant that this client is, in a kept pool."""
     relays: Relays | None
     """How executors pass on what several of them need; None if they cannot."""
 
@@ -631,7 +631,7 @@ class Node:
         return self._removal
 
     async def _finds_agent(self, host: Host) -> bool:
-        """Whether the node's agent runs already, in a pool that stays, and is connected now.
+        """Whether the node's agent runs already, in a kept pool, and is connected now.
 
         If it was lost and is known to be gone, the node has to be started anew.
         """
@@ -988,7 +988,7 @@ class Node:
             wait([self._removal], max(0.0, until - time.monotonic()))
 
     def stay(self) -> None:
-        """Let a node of a pool that stays be on its record, and stay when this client leaves."""
+        """Let a node of a kept pool be on its record, and stay when this client leaves."""
         facts = self.host.facts(self.index)
         keeper = self._fleet.keeper
         record = keeper.add(facts, self._fleet.roster.tell_head) if facts is not None else None

@@ -1,4 +1,4 @@
-"""Occupancy: who uses a pool that stays, and how to end it without taking it from others."""
+"""Occupancy: who uses a kept pool, and how to end it without taking it from others."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from skyward.worker.jobs import JOB, Job
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """A pool that stays, as it is now."""
+    """A kept pool, as it is now."""
 
     state: str
-    """In words: "stays, 2 clients, 1 call by name", "stays, idle for 5 min", "stopped"."""
+    """In words: "kept, 2 clients, 1 call by name", "kept, idle for 5 min", "stopped"."""
     clients: tuple[dict[str, Any], ...] = ()
     idle: float | None = None
     """For how many seconds nobody has used it; None if it is not known, or in use."""
@@ -56,15 +56,15 @@ def occupancy(record: KeptPool) -> Occupancy:
     except MachinesGone:
         return Occupancy("gone")
     except (SkywardError, OSError, EOFError):
-        return Occupancy("stays, out of reach")
+        return Occupancy("kept, out of reach")
     clients, calls = tuple(told["clients"]), len(told["calls"])
     keeps = _in_words(values)
     if clients or calls:
         uses = [f"{len(clients)} client{'s' * (len(clients) > 1)}"] if clients else []
         uses += [f"{calls} call{'s' * (calls > 1)} by name"] if calls else []
-        return Occupancy(f"stays, {', '.join(uses)}{keeps}", clients, values=values)
+        return Occupancy(f"kept, {', '.join(uses)}{keeps}", clients, values=values)
     idle = float(told["idle"])
-    return Occupancy(f"stays, idle for {duration(idle)}{keeps}", idle=idle, values=values)
+    return Occupancy(f"kept, idle for {duration(idle)}{keeps}", idle=idle, values=values)
 
 
 def _values(pool: ReachedPool) -> tuple[dict[str, Any], ...]:
@@ -105,7 +105,7 @@ def journalled(record: KeptPool) -> PoolRecord:
 
 
 def recorded_pools(journal: Journal) -> list[tuple[PoolRecord, KeptPool | None]]:
-    """All pools that the journal has, and those that stay, each with its record."""
+    """All pools that the journal has, and those that are kept, each with its record."""
     kept: dict[str, KeptPool] = {}
     for name in records.names():
         # What cannot be read is in the journal, too, unless it came from another machine.
@@ -121,7 +121,7 @@ def recorded_pools(journal: Journal) -> list[tuple[PoolRecord, KeptPool | None]]
 def end(
     journal: Journal, pool: PoolRecord, record: KeptPool, *, force: bool, stop: bool = False
 ) -> Cleaned:
-    """End a pool that stays; without `force`, only if nobody uses it.
+    """End a kept pool; without `force`, only if nobody uses it.
 
     Its nodes write their volumes back first, and folders of this machine that they have come back.
     If no agent answers, its machines are removed all the same. With `stop`, the record stays, and

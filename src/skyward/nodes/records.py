@@ -51,7 +51,7 @@ class KeptNode(msgspec.Struct, frozen=True):
 
 
 class KeptPool(msgspec.Struct):
-    """A pool that stays."""
+    """A kept pool."""
 
     id: str
     name: str
@@ -101,7 +101,7 @@ def check_name(name: str) -> None:
     """Refuse a name that cannot be the name of a record."""
     if not _NAME.fullmatch(name):
         raise ConfigurationError(
-            f"a pool that stays cannot be called {name!r}: use letters, digits, '.', '_' and '-', "
+            f"a kept pool cannot be called {name!r}: use letters, digits, '.', '_' and '-', "
             "64 at most"
         )
 
@@ -136,7 +136,7 @@ def read(name: str) -> KeptPool:
     except FileNotFoundError:
         there = ", ".join(names())
         raise PoolError(
-            f"no pool called {name!r} stays here; "
+            f"no pool called {name!r} is kept here; "
             + (f"there are: {there}" if there else "`sky up NAME` or Compute(keep=True) makes one")
         ) from None
     except OSError as problem:
@@ -194,7 +194,7 @@ def write(record: KeptPool, *, new: bool = False) -> None:
 def exists(name: str) -> ConfigurationError:
     """The error for a second pool of the same name."""
     return ConfigurationError(
-        f"a pool called {name!r} stays already; sky.attach({name!r}) uses it, and "
+        f"a pool called {name!r} is kept already; sky.attach({name!r}) uses it, and "
         f"`sky down {name}` ends it"
     )
 

@@ -49,10 +49,10 @@ class PoolSpec:
     name: str
     preparations: Preparations
     keep: float | None = None
-    """After how many seconds without a client a pool that stays ends; 0 if it does not, None if the
+    """After how many seconds without a client a kept pool ends; 0 if it does not, None if the
     pool ends with its client."""
     recorded: str = field(default="", repr=False, compare=False)
-    """What another client of a pool that stays needs of this, for the pool's record."""
+    """What another client of a kept pool needs of this, for the pool's record."""
     id: str = ""
     """The id of a pool that exists, or was stopped; empty for a new one."""
     folders: tuple[SentFolder, ...] = ()

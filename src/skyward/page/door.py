@@ -257,14 +257,14 @@ def _of_fleet(pool: str, name: str, look: Callable[[], Stacks]) -> list[PoolStac
 
 
 def all_stacks(name: str | None = None) -> list[PoolStacks]:
-    """The stacks of the pools of this user's processes and of those that stay, by name.
+    """The stacks of the pools of this user's processes and of those that are kept, by name.
 
     A pool of that name, if one is given. A pool that does not answer has a problem instead.
     """
     asked = [partial(_of_process, address) for address in addresses()]
     found = {pool.pool: pool for pool in _asked(asked)}
     kept = [each for each in records.names() if name in (None, each)]
-    # A pool that stays is also one of the process that is attached to it.
+    # A kept pool is also one of the process that is attached to it.
     for pool in _asked([partial(_of_kept, each, set(found)) for each in kept]):
         found[pool.pool] = pool
     wanted = [pool for pool in found.values() if name in (None, pool.name)]

@@ -429,7 +429,7 @@ class ThisMachine(Provider, Protocol):
     """A provider whose machines are this machine."""
 
     def machine_at(self, machine: str) -> Machine:
-        """The machine of a pool that stays, by its id."""
+        """The machine of a kept pool, by its id."""
         ...
 
 

@@ -25,7 +25,7 @@ from skyward.errors import AuthenticationError
 
 LIFETIME = datetime.timedelta(days=30)
 KEPT_LIFETIME = datetime.timedelta(days=365)
-"""How long the certificates of a pool that stays are good for."""
+"""How long the certificates of a kept pool are good for."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -94,7 +94,7 @@ def _readable(secret: str) -> Iterator[str]:
 class Authority:
     """A pool's certificate authority: only the client has its key, in memory.
 
-    The key of a pool that stays is also in the pool's record, for the next client.
+    The key of a kept pool is also in the pool's record, for the next client.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class Hello(Message):
     stripe: Size = 0
     """The number of the stripe, a further connection for large writes, counted from 1; else 0."""
     client: str = ""
-    """For a control connection to the agent of a pool that stays: the tenant that the client is."""
+    """For a control connection to the agent of a kept pool: the tenant that the client is."""
 
 
 class Welcome(Message):
@@ -481,7 +481,7 @@ class Keep(Message):
 
 
 class Detach(Message):
-    """The client leaves a pool that stays; sent to each idle executor, and then to the agent."""
+    """The client leaves a kept pool; sent to each idle executor, and then to the agent."""
 
     KIND = 51
     group: str = ""
@@ -489,7 +489,7 @@ class Detach(Message):
 
 
 class NodeEnded(Message):
-    """Somebody ends the node of a pool that stays: its clients do not start it again."""
+    """Somebody ends the node of a kept pool: its clients do not start it again."""
 
     KIND = 52
     by: str
@@ -497,7 +497,7 @@ class NodeEnded(Message):
 
 
 class Members(Message):
-    """Nodes have come to a pool that stays, or left it; told to the head, for those who look."""
+    """Nodes have come to a kept pool, or left it; told to the head, for those who look."""
 
     KIND = 53
     came: list[dict[str, Any]]

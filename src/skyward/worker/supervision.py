@@ -174,7 +174,7 @@ class ExecutorProcesses:
                     status=status,
                     lifeline=lifeline,
                     output=output,
-                    # Only of a pool that stays: others' clients show the output, and end with it.
+                    # Only of a kept pool: others' clients show the output, and end with it.
                     kept_output=f"{config.folder}/{task_output.FOLDER}" if config.client else "",
                     stacks=stacks.pipe,
                     board=stacks.board,

@@ -1,4 +1,4 @@
-"""Task output: the last lines that executors of a pool that stays have written, kept on the node.
+"""Task output: the last lines that executors of a kept pool have written, kept on the node.
 
 Each executor has a log of its own, whose lines are JSON: when, worker, stream, text, function and
 process.

@@ -1,7 +1,7 @@
 """Tenants: what an agent has for each of its clients, and the clients that come and go.
 
 A tenant has a control connection, executors and device processes. The node of an ordinary pool has
-one tenant, and ends with it. The node of a pool that stays keeps the tenant of a client that
+one tenant, and ends with it. The node of a kept pool keeps the tenant of a client that
 leaves, for the next client: its executors are warm, and have entered the plugins' hooks. Device
 processes end with their client, unless they hold values: those stay for any client of the node.
 """
@@ -277,7 +277,7 @@ class Tenants:
 
     def _new_client(self, name: str) -> Tenant:
         if not self.keeps:
-            raise ProtocolError("this pool has another client, and does not stay")
+            raise ProtocolError("this pool has another client, and is not kept")
         left = [each for each in self._named.values() if each.parked]
         if left:
             tenant = left[-1]
@@ -297,7 +297,7 @@ class Tenants:
     def park(self, tenant: Tenant, group: str) -> None:
         """Keep the tenant of a client that leaves, unless another one waits already."""
         if not self.keeps:
-            raise ProtocolError("this pool does not stay when its client leaves")
+            raise ProtocolError("this pool is not kept when its client leaves")
         with self._lock:
             others = [each for each in self._named.values() if each.parked and each is not tenant]
         tenant.park(group)
@@ -409,7 +409,7 @@ def _is_alive(pid: int) -> bool:
 
 
 class PoolLease:
-    """The lock of a pool that stays: at most one client changes it, ends it, or starts a node.
+    """The lock of a kept pool: at most one client changes it, ends it, or starts a node.
 
     The head's agent has it; each holder is one connection to it.
     """

@@ -132,7 +132,7 @@ class Instances:
                 return
             time.sleep(PAUSES[0])
 
-    # Pools that stay are stopped with their disks, and started again.
+    # Kept pools are stopped with their disks, and started again.
 
     async def check_stop(self) -> None:
         """Refuse to stop spot instances."""

@@ -117,7 +117,7 @@ class AWSAllocation(SharedAllocation[AWSMachine]):
         raise AssertionError
 
     async def _former(self, order: Order) -> AWSMachine | None:
-        """The machine that a node of a pool that stays has, if it can be used again.
+        """The machine that a node of a kept pool has, if it can be used again.
 
         One that is stopped is started; one that runs and does not answer is ended.
         """

@@ -251,7 +251,7 @@ def admit(account: Account, subnet: Subnet, group: str, chosen: Sequence[str]) -
 
 
 def admit_again(account: Account, pool: str, subnet: str, chosen: Sequence[str]) -> None:
-    """Let the client's networks of now in to a pool that stays."""
+    """Let the client's networks of now in to a kept pool."""
     for group in security_groups(account, pool):
         admit(account, subnets(account, subnet, None)[0], group, chosen)
 

@@ -171,7 +171,7 @@ class Container:
         """Every container can be stopped."""
 
     async def spare(self, pool: str, spared: bool) -> None:
-        """A container of a pool that stays keeps its files in any case."""
+        """A container of a kept pool keeps its files in any case."""
 
     async def stop(self, pool: str) -> float | None:
         """Stop the pool's containers; their files stay, and `create` starts them again."""
@@ -284,7 +284,7 @@ def _stop(container: Any) -> None:
 
 
 def _former(docker: Any, order: Order) -> tuple[Any, _How] | None:
-    """The container that a node of a pool that stays has already, started if it is stopped."""
+    """The container that a node of a kept pool has already, started if it is stopped."""
     import docker.errors as errors
 
     try:

@@ -376,7 +376,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
         self._stays = False
         """Whether the Job outlives this process, since its pool stays."""
         self._dated = False
-        """Whether the Job's deadline is that of a pool that stays."""
+        """Whether the Job's deadline is that of a kept pool."""
         self._is_spared = False
         """Whether the Job stays after its end, since its pool was stopped."""
 
@@ -395,7 +395,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
         self._loop = asyncio.get_running_loop()
         former = self._nodes.get(order.node)
         if former is None or not self.has(former.name):
-            # In a pool that stays, a node is not released when its pod is lost.
+            # In a kept pool, a node is not released when its pod is lost.
             self._nodes[order.node] = NodePod()
         machine = await super().get(order)
         self._has_served = True
@@ -458,7 +458,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
         return name in self._pods and is_usable(self._pods[name])
 
     async def _stay(self) -> None:
-        """Take the lease from the Job of a pool that stays, when each of its nodes has a pod.
+        """Take the lease from the Job of a kept pool, when each of its nodes has a pod.
 
         Its pods end by themselves or with the pool's ttl, and not with this process.
         """

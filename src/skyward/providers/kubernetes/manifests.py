@@ -32,7 +32,7 @@ IDLE_SECONDS = 120
 AGENTLESS_SECONDS = 30
 """A container ends itself so long after its agent has ended."""
 KEPT_AGENTLESS_SECONDS = 75
-"""The same in a pool that stays: `sky stop` waits for the last agent before it removes the pods. If
+"""The same in a kept pool: `sky stop` waits for the last agent before it removes the pods. If
 a container ended by itself before that, the cluster would take the Job for done."""
 LEASE_SECONDS = 300
 """How long a pool's objects outlive a client that no longer extends the Job's deadline."""
@@ -76,7 +76,7 @@ agent."""
 _KEPT_MAIN = (_MAIN.removesuffix("exit 1\n") + "exit 0\n").replace(
     f"left={AGENTLESS_SECONDS}\n", f"left={KEPT_AGENTLESS_SECONDS}\n"
 )
-"""The same in a pool that stays. Nobody may be there who would start an agent in another pod: when
+"""The same in a kept pool. Nobody may be there who would start an agent in another pod: when
 the agents have ended by themselves, the Job is done."""
 
 

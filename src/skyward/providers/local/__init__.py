@@ -88,7 +88,7 @@ class Local:
         return LocalMachine.of(pool)
 
     def machine_at(self, machine: str) -> LocalMachine:
-        """The machine of a pool that stays, by its id."""
+        """The machine of a kept pool, by its id."""
         return LocalMachine(Path(machine))
 
     def lacking(self, vcpus: float | None, memory_gb: float | None) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ class Local:
 
 
 _LEAVE_SECONDS = 8.0
-"""How long the agent of a pool that stays has to end by itself."""
+"""How long the agent of a kept pool has to end by itself."""
 _SOCKET_PATH_MAX = 70
 """How long the folder's path may be: the path of a Unix socket may have 107 characters."""
 
@@ -235,7 +235,7 @@ class LocalMachine(Machine):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _end_agent(self) -> None:
-        """End the agent of a pool that stays; it leaves the plugins' hooks, if it has time."""
+        """End the agent of a kept pool; it leaves the plugins' hooks, if it has time."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         asked = False
         while pid := detached.running(self._folder):
@@ -255,7 +255,7 @@ def _base() -> Path:
 
 
 def _lasting_base() -> Path:
-    """Where the folders of pools that stay are: the runtime directory ends with the login."""
+    """Where the folders of kept pools are: the runtime directory ends with the login."""
     return _usable(tempfile.gettempdir())
 
 

@@ -433,7 +433,7 @@ class Driver:
         while True:
             self.heard = time.monotonic()
             if asked["do"] == "make":
-                # Of a pool that stays, nobody gives a lost machine back: its actor has its bundle.
+                # Of a kept pool, nobody gives a lost machine back: its actor has its bundle.
                 if former := [int(each) for each in asked["nodes"] if int(each) in self.nodes]:
                     await self.release(former)
                 try:

@@ -62,7 +62,7 @@ main(given)
 
 
 _children: set[subprocess.Popen[bytes]] = set()
-"""Drivers beside this process: that of a pool which stays outlives all who know it here."""
+"""Drivers beside this process: that of a kept pool outlives all who know it here."""
 
 
 class DriverProgram(Protocol):

@@ -380,7 +380,7 @@ class SlurmAllocation(SharedAllocation[SlurmMachine]):
         return await super().get(order)
 
     async def _still_there(self, node: int) -> SlurmMachine | None:
-        """The node of a job that is there although its agent is lost, in a pool that stays."""
+        """The node of a job that is there although its agent is lost, in a kept pool."""
         for machine in await self.find():
             if machine.node == node and await machine.alive():
                 return machine

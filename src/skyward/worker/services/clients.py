@@ -1,4 +1,4 @@
-"""Clients: who is attached to a pool that stays, and who may change it; the head node is asked."""
+"""Clients: who is attached to a kept pool, and who may change it; the head node is asked."""
 
 from __future__ import annotations
 
