@@ -164,6 +164,7 @@ class ProviderSuite:
             "collects": "remains",
             "stops": "stop",
             "holds_keys": "export_keys",
+            "moves": "arguments_here",
             "here": "machine_at",
         }
         for stated, method in methods.items():

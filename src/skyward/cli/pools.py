@@ -280,17 +280,30 @@ def _accelerator(text: str) -> Any:
     help="Write the pool's record, and the keys that Skyward made for it, to a file.",
 )
 @click.option("--import", "source", metavar="FILE", help="Read a record that was exported.")
-def attach(name: str | None, target: str | None, source: str | None) -> None:
+@click.option(
+    "--with",
+    "given",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="With --import: an argument of the pool's provider that is another one here.",
+)
+def attach(
+    name: str | None, target: str | None, source: str | None, given: tuple[str, ...]
+) -> None:
     """Check that the pool NAME can be used from here, and say who uses it.
 
     --export and --import move its record to another machine of yours. The record is a key: whoever
-    has it can run anything on the pool.
+    has it can run anything on the pool. What it names that is not on this machine, such as a
+    kubeconfig or the key of SSH, is looked for where you have yours; --with context=NAME or
+    --with key=FILE says which.
     """
     if source is not None:
         if target is not None:
             raise click.UsageError("give --export or --import, not both")
-        _import(Path(source), name)
+        _import(Path(source), name, given)
         return
+    if given:
+        raise click.UsageError("--with goes with --import")
     if name is None:
         raise click.UsageError("give the name of a pool, or --import FILE")
     from skyward.nodes import records
@@ -320,10 +333,18 @@ def _export(data: bytes, path: Path) -> None:
         click.echo(f"{path}: a key to the pool; give it to nobody, and delete it after --import")
 
 
-def _import(path: Path, name: str | None) -> None:
+def _import(path: Path, name: str | None, given: Sequence[str]) -> None:
     from skyward.nodes.kept import imported
 
-    record = imported(path.read_bytes(), str(path), name)
+    for each in given:
+        if not each.partition("=")[1]:
+            raise click.UsageError(f"--with {each}: write NAME=VALUE, as in context=lab")
+    arguments = {key: value for key, _, value in (each.partition("=") for each in given)}
+    with path.open("rb") as file:
+        others = os.fstat(file.fileno()).st_mode & 0o077
+        record = imported(file.read(), str(path), name, arguments)
+    if others:
+        click.echo(f"{path}: others can read this key to the pool; delete it", err=True)
     if output.wants_json():
         output.as_json({"name": record.name})
     else:

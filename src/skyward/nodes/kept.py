@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,7 +27,13 @@ import msgspec
 from skyward import providers
 from skyward.closing import Closing
 from skyward.context import POOL_VARIABLE
-from skyward.errors import NodeLostError, PoolError, PoolStartError, SkywardError
+from skyward.errors import (
+    ConfigurationError,
+    NodeLostError,
+    PoolError,
+    PoolStartError,
+    SkywardError,
+)
 from skyward.nodes import records
 from skyward.nodes.host import Host, not_there
 from skyward.nodes.records import Journal, KeptNode, KeptPool, NoJournal, encode
@@ -38,10 +45,12 @@ from skyward.providers import (
     Order,
     Provider,
     Request,
+    collects,
     connecting,
     find_provider,
     holds_keys,
     is_here,
+    moves,
     stops,
 )
 from skyward.spec import Image
@@ -548,22 +557,79 @@ def exported(record: KeptPool) -> bytes:
     Raises `PoolError` if the pool can only be used on this machine.
     """
     provider = provider_of(record)
+    if record.inside:
+        raise PoolError(
+            f"{record.name}: the record on a node of the pool has no access to the provider "
+            f"{record.provider}; export the pool's record on the machine that made the pool"
+        )
+    if is_here(provider):
+        raise PoolError(
+            f"{record.name}: its nodes are processes of this machine, so no other machine can use "
+            "it; make a pool of this machine for others with sky.SSH"
+        )
     keys = dict(provider.export_keys(record.id)) if holds_keys(provider) else {}
-    return records.encode(msgspec.structs.replace(record, keys=keys))
+    return records.encode(msgspec.structs.replace(record, keys=keys, home=str(Path.home())))
 
 
-def imported(data: bytes, where: str, name: str | None) -> KeptPool:
-    """Write down a record that was exported, under a name of its own if one is given."""
+def imported(
+    data: bytes, where: str, name: str | None = None, given: Mapping[str, str] | None = None
+) -> KeptPool:
+    """Write down a record that was exported, under a name of its own if one is given.
+
+    `given` are arguments of its provider that are others on this machine. Raises a `SkywardError`,
+    and writes nothing down, if the pool cannot be used from here.
+    """
     told = records.decode(data, where)
-    record = msgspec.structs.replace(told, name=name or told.name, keys={})
-    records.write(record, new=True)
+    name, given = name or told.name, given or {}
+    for each in given:
+        if each not in told.arguments:
+            raise ConfigurationError(
+                f"{name}: the provider {told.provider} has no argument {each!r}; it has "
+                f"{', '.join(told.arguments)}"
+            )
+    kind: Any = find_provider(told.provider)
+    here: Mapping[str, Any] = told.arguments
+    if moves(kind):
+        here = kind.arguments_here(told.arguments, told.home)
     try:
-        if told.keys and holds_keys(provider := provider_of(record)):
-            provider.import_keys(record.id, told.keys)
-    except BaseException:
-        records.forget(record.name, record.id)
+        # A provider is a value, and describes what it has found in the environment, too.
+        provider: Provider = kind(**{**here, **{key: text or None for key, text in given.items()}})
+        record = msgspec.structs.replace(
+            told, name=name, arguments=dict(provider.describe()), keys={}, home=""
+        )
+        records.write(record, new=True)
+        try:
+            if told.keys and holds_keys(provider):
+                provider.import_keys(record.id, told.keys)
+            if record.nodes and not record.stopped:
+                _check_reached(record, provider)
+        except BaseException:
+            records.forget(record.name, record.id)
+            raise
+    except SkywardError as problem:
+        for each, value in told.arguments.items():
+            if here.get(each) != value and each not in given:
+                problem.add_note(
+                    f"{each} was {value!r} on the other machine, and is {here.get(each)!r} here; "
+                    f"--with {each}=... names another"
+                )
         raise
     return record
+
+
+def _check_reached(record: KeptPool, provider: Provider) -> None:
+    """Raise a `SkywardError` unless an agent of the pool answers, or its machines are stopped."""
+    try:
+        with ReachedPool(record) as pool, pool.head():
+            pass
+    except MachinesStopped:
+        pass
+    except MachinesGone:
+        place = provider.where if collects(provider) else provider.name
+        raise PoolError(
+            f"{record.name}: there is no machine of the pool: {place}; if that is not where the "
+            f"pool was made, --with names the argument of {record.provider} that differs"
+        ) from None
 
 
 class MachinesGone(PoolError):

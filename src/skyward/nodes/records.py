@@ -81,6 +81,8 @@ class KeptPool(msgspec.Struct):
     """Whether the record is for processes on the pool's own nodes."""
     keys: dict[str, str] = {}
     """The provider's own keys of the pool: only in a record that goes to another machine."""
+    home: str = ""
+    """The home folder of the user who exported the record: the same paths are elsewhere there."""
 
     @property
     def head(self) -> int:

@@ -280,6 +280,8 @@ class Capabilities:
     """Whether it can stop machines and keep them: it is a `Stopper`."""
     holds_keys: bool = False
     """Whether it keeps keys of its own for each pool: it is a `KeyHolder`."""
+    moves: bool = False
+    """Whether its arguments name what only one machine has, such as files: it is a `Mover`."""
     here: bool = False
     """Whether its machines are this machine: it is a `ThisMachine`.
 
@@ -423,6 +425,37 @@ class KeyHolder(Provider, Protocol):
 def holds_keys(provider: Provider) -> TypeGuard[KeyHolder]:
     """Whether a provider keeps keys of its own for each pool."""
     return provider.capabilities.holds_keys
+
+
+class Mover(Provider, Protocol):
+    """A provider whose arguments name what only one machine has, such as files and profiles."""
+
+    @classmethod
+    def arguments_here(cls, arguments: Mapping[str, Any], home: str) -> Mapping[str, Any]:
+        """What `describe` has told another machine, for this one.
+
+        `home` was the user's home folder there. What is not on this machine is left to what the
+        user has here; if that does not do, the provider is not made, or does not reach the pool.
+        """
+        ...
+
+
+def moves(provider: Provider) -> TypeGuard[Mover]:
+    """Whether a provider's arguments name what only one machine has."""
+    return provider.capabilities.moves
+
+
+def file_here(path: str | None, home: str) -> str | None:
+    """Where this machine has a file that another has, whose user's home folder was `home`.
+
+    None if there is no such file, neither at its path nor at the same place in the user's own home.
+    """
+    if not path:
+        return None
+    found = [path]
+    if home and Path(path).is_relative_to(home):
+        found.append(str(Path.home() / Path(path).relative_to(home)))
+    return next((each for each in found if Path(each).expanduser().exists()), None)
 
 
 class ThisMachine(Provider, Protocol):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError
-from skyward.providers import Allocation, Capabilities, Order, Request
+from skyward.providers import Allocation, Capabilities, Order, Request, file_here
 from skyward.providers.hosts import Destination, HostAddress, inventory
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class SSH:
     timeout: float = 15.0
 
     name = "ssh"
-    capabilities = Capabilities(answers=True, mounts_folders=False)
+    capabilities = Capabilities(answers=True, moves=True, mounts_folders=False)
 
     def __post_init__(self) -> None:
         hosts = checks.texts(self, "hosts", self.hosts)
@@ -156,6 +156,13 @@ class SSH:
             "direct": self.direct,
             "timeout": self.timeout,
         }
+
+    @classmethod
+    def arguments_here(cls, arguments: Mapping[str, Any], home: str) -> Mapping[str, Any]:
+        """The files of the record that are here; else the user's own, as `ssh` would use them."""
+        files = {name: file_here(arguments.get(name), home) for name in ("key", "known_hosts")}
+        told = arguments.get("config")
+        return {**arguments, **files, "config": told and (file_here(told, home) or _CONFIG)}
 
     def price(self, request: Request) -> float | None:
         """None: the price of the user's own machines is unknown."""

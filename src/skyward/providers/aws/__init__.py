@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyward import checks
 from skyward.errors import ConfigurationError, SkywardError, UnavailableError
-from skyward.providers import Capabilities, Offer, Remains, Request
-from skyward.providers.aws.account import NO_CREDENTIALS, RequestError, is_used
+from skyward.providers import Capabilities, Offer, Remains, Request, file_here
+from skyward.providers.aws.account import NO_CREDENTIALS, RequestError, is_used, profiles
 from skyward.providers.aws.settings import Settings
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class AWS(Settings):
         collects=True,
         stops=True,
         holds_keys=True,
+        moves=True,
         mounts_folders=False,
     )
 
@@ -129,8 +130,16 @@ class AWS(Settings):
         """The arguments, with the region that is meant; keys by their path."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         used = self.account_here()
-        more = {"region": used.region, "account": used.id or None, "admit": list(self.admit)}
-        return told | more
+        account = self.account or used.id or None
+        return told | {"region": used.region, "account": account, "admit": list(self.admit)}
+
+    @classmethod
+    def arguments_here(cls, arguments: Mapping[str, Any], home: str) -> Mapping[str, Any]:
+        """The profile and the key, if they are here; credentials of another account are refused."""
+        profile = arguments.get("profile")
+        if profile is not None and profile not in profiles():
+            profile = None
+        return {**arguments, "profile": profile, "key": file_here(arguments.get("key"), home)}
 
     @property
     def where(self) -> str:

@@ -257,7 +257,7 @@ class Account:
                 try:
                     self._session = boto3.Session(profile_name=self.profile)
                 except botocore.exceptions.ProfileNotFound as problem:
-                    there = ", ".join(_profiles()) or "none"
+                    there = ", ".join(profiles()) or "none"
                     raise ConfigurationError(
                         f"AWS: {problem}; there are: {there}; `aws configure sso` makes one"
                     ) from None
@@ -284,10 +284,13 @@ def is_used(profile: str | None) -> bool:
     """Whether the user has named a profile or a key, or has profiles on this machine."""
     if profile is not None or any(os.environ.get(each) for each in _NAMED):
         return True
-    return importlib.util.find_spec("boto3") is not None and bool(_profiles())
+    return bool(profiles())
 
 
-def _profiles() -> list[str]:
+def profiles() -> list[str]:
+    """The names of the user's profiles on this machine."""
+    if importlib.util.find_spec("boto3") is None:
+        return []
     import botocore.session
 
     # Not of a `boto3.Session`, which AWS_PROFILE may keep from being made.

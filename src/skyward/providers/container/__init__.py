@@ -19,6 +19,7 @@ from skyward.providers import (
     Order,
     Remains,
     Request,
+    file_here,
     gathered,
     signature,
 )
@@ -79,7 +80,7 @@ class Container:
     host: str | None = None
     """The address of the Docker or Podman service; if left out, the usual ones are tried."""
     name: str = field(default="container", init=False, repr=False)
-    capabilities = Capabilities(answers=True, collects=True, stops=True)
+    capabilities = Capabilities(answers=True, collects=True, stops=True, moves=True)
 
     def __post_init__(self) -> None:
         for what in ("image", "python", "host"):
@@ -106,6 +107,15 @@ class Container:
             "python": self.python,
             "host": self._named or None,
         }
+
+    @classmethod
+    def arguments_here(cls, arguments: Mapping[str, Any], home: str) -> Mapping[str, Any]:
+        """The service's address, unless it is a socket that is not here."""
+        kind, _, path = (arguments.get("host") or "").partition("://")
+        if kind != "unix":
+            return arguments
+        there = file_here(path, home)
+        return {**arguments, "host": there and f"unix://{there}"}
 
     async def ping(self) -> str:
         """The service that answers."""

@@ -24,6 +24,7 @@ from skyward.providers.kubernetes.access import (
     NotFoundError,
     Object,
     Place,
+    place_here,
     resolve,
 )
 from skyward.providers.kubernetes.manifests import (
@@ -95,7 +96,7 @@ class Kubernetes:
     command: Sequence[str] = ()
     """A command that runs in each container, beside the agent."""
     name: str = field(default="kubernetes", init=False, repr=False)
-    capabilities = Capabilities(answers=True, collects=True, stops=True)
+    capabilities = Capabilities(answers=True, collects=True, stops=True, moves=True)
 
     def __post_init__(self) -> None:
         for what in (
@@ -165,6 +166,11 @@ class Kubernetes:
             "command": list(self.command),
         }
         return told | more
+
+    @classmethod
+    def arguments_here(cls, arguments: Mapping[str, Any], home: str) -> Mapping[str, Any]:
+        """The same context, in its kubeconfig if that is here, or else in the user's own."""
+        return {**arguments, **place_here(arguments["kubeconfig"], arguments["context"], home)}
 
     def price(self, request: Request) -> float | None:
         """None: what a cluster's nodes cost is unknown."""

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from skyward.errors import ConfigurationError, PoolStartError, UnreachableError
+from skyward.providers import file_here
 
 IN_CLUSTER = "in-cluster"
 """The name of a pod's own credentials, in place of the path of a kubeconfig."""
@@ -96,6 +97,24 @@ def resolve(kubeconfig: str | None, context: str | None, namespace: str | None) 
         str(Path(each).expanduser().resolve()) for each in paths.split(os.pathsep) if each
     )
     return Place(absolute, chosen, namespace or contexts[chosen].get("namespace") or "default")
+
+
+def place_here(kubeconfig: str, context: str | None, home: str) -> dict[str, str | None]:
+    """The kubeconfig and the context of another machine, as this machine has them.
+
+    A kubeconfig that is not here, or does not have the context, is left to `resolve`. In a pod
+    without a kubeconfig of its own, the pod's credentials count.
+    """
+    if kubeconfig == IN_CLUSTER:
+        return {"kubeconfig": IN_CLUSTER if is_in_cluster() else None, "context": None}
+    there = [file_here(each, home) for each in kubeconfig.split(os.pathsep)]
+    for paths in (os.pathsep.join(filter(None, there)) or None, None):
+        with contextlib.suppress(ConfigurationError):
+            resolve(paths, context, None)
+            return {"kubeconfig": paths, "context": context}
+    if is_in_cluster():
+        return {"kubeconfig": IN_CLUSTER, "context": None}
+    return {"kubeconfig": None, "context": context}
 
 
 def _no_context(paths: str, asked: str | None, chosen: str | None, there: list[str]) -> str:

@@ -119,7 +119,7 @@ class Slurm:
     timeout: float | None = None
     """How many seconds the job may wait; None for as long as it takes."""
     name: str = field(default="slurm", init=False, repr=False)
-    capabilities = Capabilities(answers=True, collects=True, mounts_folders=False)
+    capabilities = Capabilities(answers=True, collects=True, moves=True, mounts_folders=False)
 
     def __post_init__(self) -> None:
         for what in ("partition", "account", "qos", "constraint", "container", "python"):
@@ -256,6 +256,13 @@ class Slurm:
             "python": self.python,
             "timeout": self.timeout,
         }
+
+    @classmethod
+    def arguments_here(cls, arguments: Mapping[str, Any], home: str) -> Mapping[str, Any]:
+        """The way to the login node, with the files that are here."""
+        login = arguments.get("login")
+        here = login and find_provider("ssh").arguments_here(login, home)
+        return {**arguments, "login": here}
 
     def price(self, request: Request) -> float | None:
         """None: what a cluster's nodes cost is unknown."""
