@@ -284,7 +284,7 @@ def test_a_script_runs_on_the_pool_and_its_output_is_shown_again(
     told = json.loads(run("logs", train, job, "--json").stdout)
     assert (told["output"], told["state"]) == (done.stdout, "failed")
     (row,) = [line for line in run("jobs", train).stdout.splitlines() if line.startswith(job)]
-    assert row.split()[1:3] == ["failed", "3"]
+    assert row.split()[1:4] == ["script", "failed", "3"]
     assert row.endswith("fit.py --rate 0.1")
     assert job in [each["id"] for each in json.loads(run("jobs", train, "--json").stdout)]
 

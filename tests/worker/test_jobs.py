@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from skyward.cli.jobs import job_row
 from skyward.errors import PoolError
 from skyward.worker import jobs, output_log
 from skyward.worker.config import AgentConfig
 from skyward.worker.jobs import Job, Jobs
+from skyward.worker.program import RunningProgram
+
+from ..conftest import PATIENCE
 
 
 @pytest.fixture
@@ -66,7 +74,7 @@ def test_only_so_many_ended_jobs_of_a_kind_are_kept(
     other = kept.start(kept.begin("plugin", "daemon"), ["true"])
     for _ in range(4):
         kept.ran(run(kept, "one", "true").id)
-    assert [each.id for each in kept.all()] == ["one-3", "one-4"]
+    assert [each.id for each in kept.all(("script",))] == ["one-3", "one-4"]
     kept.ran(other.id)
     assert [each.id for each in kept.all(("daemon",))] == ["plugin-1"]
 
@@ -80,6 +88,89 @@ def test_a_job_whose_agent_has_ended_is_lost_for_the_next_agent(config: AgentCon
 
     assert found.state == "lost"
     assert found.problem == "it ended with the node's agent, which was killed or stopped"
+
+
+def test_lost_jobs_have_run_until_their_agent_ended(config: AgentConfig) -> None:
+    for name, began, changed in (("loud-1", 1000.0, 1060.0), ("silent", 1040.0, 1040.0)):
+        folder = Path(config.folder, "jobs", name)
+        (folder / "output").mkdir(parents=True)
+        job = Job(name, "script", ["train"], began, str(folder))
+        (folder / "job.json").write_bytes(msgspec.json.encode(job))
+        for each in (folder / "job.json", folder / "output", folder):
+            os.utime(each, (changed, changed))
+
+    assert {each.id: each.took for each in Jobs(config).all()} == {"loud-1": 60.0, "silent": 20.0}
+    assert {each.id: each.took for each in Jobs(config).all()} == {"loud-1": 60.0, "silent": 20.0}
+
+
+def test_a_program_that_starts_keeps_nobody_waiting_who_looks_at_jobs(
+    kept: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+
+    class SlowProgram(RunningProgram):
+        def __init__(self, *args: Any) -> None:
+            with ThreadPoolExecutor(1) as other:
+                found.append(other.submit(lambda: kept.working).result(PATIENCE))
+            super().__init__(*args)
+
+    monkeypatch.setattr(jobs, "RunningProgram", SlowProgram)
+    call(kept, "run", "sh")
+    kept.find_or_start("page", "page", ["sleep", "600"])
+    assert found == [True, True]
+
+
+def test_a_call_that_was_cancelled_does_not_run_though_its_runner_was_not_told(
+    kept: Jobs,
+) -> None:
+    class Gone:
+        def send(self, *args: object) -> None:
+            raise BrokenPipeError
+
+    kept.start(kept.begin("run", "call"), ["sleep", "600"], function="train")
+    (runner,) = kept.all(("runner",))
+    assert kept.serve(Gone(), runner.id)  # type: ignore[arg-type]
+    kept.cancel("run")
+    assert kept.get("run").state == "queued"
+
+    kept.end(runner.id)
+
+    assert kept.get("run").state == "cancelled"
+    assert not [each for each in kept.all(("runner",)) if each.state == "running"]
+
+
+def test_calls_whose_next_runner_does_not_start_are_told(
+    kept: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Orders:
+        def send(self, *args: object) -> None: ...
+
+    kept.start(kept.begin("run", "call"), ["sleep", "600"], function="train")
+    (runner,) = kept.all(("runner",))
+    assert kept.serve(Orders(), runner.id)  # type: ignore[arg-type]
+
+    def refuse(*args: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(jobs, "RunningProgram", refuse)
+    kept.end(runner.id)
+    problem = "the process that runs calls could not be started: no room"
+    assert (kept.get("run").state, kept.get("run").problem) == ("lost", problem)
+
+
+def test_jobs_that_serve_others_are_listed_too(kept: Jobs) -> None:
+    run(kept, "fit", "true")
+    kept.find_or_start("page", "page", ["{python}", "-P", "-m", "skyward.page.server", "runs"])
+    command = "sleep 300 & sleep 600"
+    daemon = kept.start(kept.begin("plugin", "daemon"), ["/bin/sh", "-c", command])
+    kept.start(kept.begin("run", "call"), ["sleep", "600"], function="train")
+    assert [each.id for each in kept.all()] == ["fit-1", "page-1", "plugin-1", "run"]
+    shown = [(kind, command) for _, kind, *_, command in map(job_row, kept.all())]
+    served = ("page", "skyward.page.server runs")
+    assert shown[1:] == [served, ("daemon", "sleep 300 & sleep 600"), ("call", "train")]
+    with pytest.raises(PoolError, match="plugin-1 is a plugin's, which needs it"):
+        kept.cancel("plugin-1")
+    kept.end(daemon.id)
 
 
 def test_what_a_plugins_command_leaves_behind_goes_on_until_it_is_ended(kept: Jobs) -> None:

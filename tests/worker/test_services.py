@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from skyward.wire.channel import ServiceConnection
 from skyward.wire.handshake import connect
 from skyward.wire.identity import node_name
 from skyward.wire.messages import Hello
+from skyward.worker.services import ServedNode
+from skyward.worker.services.files import NodeFolders
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +93,15 @@ def test_connections_to_services_end_with_the_pool() -> None:
         about.ask("facts")
     with about, pytest.raises((EOFError, OSError)):
         about.ask("facts")
+
+
+def test_nothing_is_made_on_a_node_that_is_ending() -> None:
+    node: Any = ServedNode(*[None] * 5)  # type: ignore[arg-type]
+    folders, ended = node.own(NodeFolders), list[str]()
+    node.close()
+    with pytest.raises(PoolError, match="the node is ending"):
+        node.own(NodeFolders)
+    volume: Any = SimpleNamespace(open=ended.append, close=lambda tell: ended.append("closed"))
+    with pytest.raises(PoolError, match="the node is ending"):
+        folders.mount("/data", volume, "opened")
+    assert ended == ["opened", "closed"]

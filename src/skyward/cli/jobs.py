@@ -30,27 +30,26 @@ if TYPE_CHECKING:
     from skyward.worker.task_output import TaskLine
 
 
-HEADS = ("job", "state", "code", "began", "took", "by", "command")
+HEADS = ("job", "kind", "state", "code", "began", "took", "by", "command")
+_BEFORE_COMMAND = {"daemon": 2, "page": 3}
+"""How many words of a job's command, the interpreter with its options, nobody has written."""
 
 
 @click.command(cls=Command)
 @click.argument("name", shell_complete=kept_pools)
-def jobs(name: str) -> None:
+@click.option("--node", type=int, help="Those of this node; else those of the head.")
+def jobs(name: str, node: int | None) -> None:
     """List the jobs of the pool NAME, in the order of their start.
 
-    A job is a script that `sky run SCRIPT --on NAME` has started, or a call that a client has
-    submitted with a name. Scripts that have ended are kept until the pool ends or is stopped,
-    the last 50 of them; calls so long, too, or until they are forgotten.
+    A job is a script that `sky run SCRIPT --on NAME` has started, a call that a client has
+    submitted with a name, the page of `sky ui NAME`, or a command of a plugin, which has every
+    node, with the daemons that it has started. Jobs that have ended are kept until the pool ends or
+    is stopped, the last 50 of a kind; calls so long, too, or until they are forgotten.
     """
-    show_jobs(name)
-
-
-def show_jobs(name: str) -> None:
-    """Print the jobs of a pool."""
     from skyward.compute.workbench.jobs import jobs_of
 
     with reached(name) as pool:
-        found = jobs_of(pool, chosen_node(pool, None))
+        found = jobs_of(pool, chosen_node(pool, node))
     if output.wants_json():
         output.as_json([job_document(each) for each in found])
         return
@@ -64,9 +63,11 @@ def job_row(job: Job) -> tuple[object, ...]:
     """A job as a row of a table."""
     began = output.moment(datetime.fromtimestamp(job.began, UTC))
     code = "" if job.code is None else exit_code(job)
-    script, *arguments = job.command[1:] or job.command
+    script, *arguments = job.command[_BEFORE_COMMAND.get(job.kind, 1) :] or job.command
     command = shlex.join([script.rpartition("/")[2], *arguments])
-    return job.id, job.state, code, began, duration(job.took), job.by, command
+    if job.kind == "daemon":
+        command = script
+    return job.id, job.kind, job.state, code, began, duration(job.took), job.by, command
 
 
 @click.command(cls=Command, context_settings={"ignore_unknown_options": True})
@@ -221,7 +222,7 @@ def _without_runpy(trace: TracebackType | None, script: Path) -> TracebackType |
 @click.argument("job", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
 @click.option("--tail", type=click.IntRange(0), help="Begin with the last so many lines.")
-@click.option("--node", "nodes", type=int, multiple=True, help="Only tasks of this node.")
+@click.option("--node", "nodes", type=int, multiple=True, help="Only what this node has.")
 def logs(
     name: str, job: str | None, follow: bool, tail: int | None, nodes: tuple[int, ...]
 ) -> None:
@@ -234,11 +235,11 @@ def logs(
         if job is None:
             chosen = [chosen_node(pool, each) for each in nodes] or sorted(pool.nodes)
             code = _show_tasks(pool, chosen, follow, tail)
-        elif nodes:
-            raise click.UsageError("--node: a job runs on the head node; leave it out")
+        elif len(nodes) > 1:
+            raise click.UsageError("--node: a job runs on one node; give one")
         else:
-            head = chosen_node(pool, None)
-            code = follow_job(pool, head, name, job, tail=tail, follow=follow)
+            node = chosen_node(pool, *nodes or (None,))
+            code = follow_job(pool, node, name, job, tail=tail, follow=follow)
     click.get_current_context().exit(code)
 
 

@@ -193,6 +193,6 @@ def _pool_document(
         ],
         "clients": [each | {"since": _since(each)} for each in now.clients],
         "values": list(now.values),
-        "jobs": [job_document(each) for each in jobs if each.kind == "script"],
+        "jobs": [job_document(each) for each in jobs if each.kind != "call"],
         "calls": [job_document(each) for each in jobs if each.kind == "call"],
     }

@@ -10,6 +10,7 @@ generator. A job lives as long as its agent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -57,6 +58,8 @@ LIVE = ("queued", "running")
 Kind = Literal["script", "call", "runner", "page", "daemon"]
 OWN = ("script", "call")
 """The kinds that users have started; the others serve them."""
+LISTED = (*OWN, "page", "daemon")
+"""The kinds that users are shown; the calls stand for the job that runs them."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _RECORD = "job.json"
 _AGENT_ENDED = "it ended with the node's agent, which was killed or stopped"
@@ -93,7 +96,8 @@ class _Live:
     watcher: threading.Thread | None = None
     is_sent: bool = False
     """Whether all of it is here: then others see it."""
-    cancelled: threading.Timer | None = None
+    is_cancelled: bool = False
+    ender: threading.Timer | None = None
     """Once it was interrupted: ends what does not end by itself."""
     given: int = 0
     """How many runners were given the call."""
@@ -116,22 +120,31 @@ class Jobs:
         """The job that runs calls, or starts to."""
         self._orders: Channel | None = None
         """Its connection."""
-        self._start_runner: Callable[[], object] = lambda: None
+        self._start_runner: Callable[[Job], object] | None = None
+        """Starts a job that runs calls, as the last client that made a call has asked for."""
         self._closed = False
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self._folder):
-                self._find(self._folder / name)
+        self._find_earlier()
 
-    def _find(self, folder: Path) -> None:
-        """Take a job over that an earlier agent has left."""
-        try:
-            job = msgspec.json.decode((folder / _RECORD).read_bytes(), type=Job)
-        except (OSError, msgspec.DecodeError):
-            shutil.rmtree(folder, ignore_errors=True)
-            return
-        if job.state in LIVE:
+    def _find_earlier(self) -> None:
+        """Take the jobs over that an earlier agent has left; those that had not ended are lost."""
+        lost: list[Job] = []
+        folders = self._folder.iterdir() if self._folder.is_dir() else ()
+        for folder in folders:
+            try:
+                job = msgspec.json.decode((folder / _RECORD).read_bytes(), type=Job)
+            except (OSError, msgspec.DecodeError):
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            self._jobs[job.id] = job
+            if job.state in LIVE:
+                lost.append(job)
+        # All of them with the agent: the last of them to write knows best when that was.
+        ended = max((_last_change(Path(job.folder)) for job in lost), default=0.0)
+        for job in lost:
             job.state, job.problem, job.streams = "lost", _AGENT_ENDED, False
-        self._jobs[job.id] = job
+            job.took = max(0.0, ended - job.began)
+            with contextlib.suppress(OSError):
+                self._write(job)
 
     # Who looks.
 
@@ -147,7 +160,7 @@ class Jobs:
         with self._changed:
             return sum(self._jobs[each].kind == "script" for each in self._live)
 
-    def all(self, kinds: tuple[str, ...] = OWN) -> list[Job]:
+    def all(self, kinds: tuple[str, ...] = LISTED) -> list[Job]:
         """The jobs of these kinds, in the order in which they were made."""
         with self._changed:
             found = [
@@ -244,13 +257,17 @@ class Jobs:
             f"of it, and compute.forget({name!r}) frees the name"
         )
 
-    def give_up(self, job: Job) -> None:
+    def give_up(self, job: Job, problem: BaseException | None = None) -> None:
         """Discard a job that was not sent completely, or could not be started."""
         with self._changed:
             # Once: a call may have taken its name meanwhile.
             if self._jobs.get(job.id) is job:
                 self._live.pop(job.id, None)
                 self._discard(job)
+            if job.id == self._runner:
+                self._runner = ""
+                self._end_calls(f"the process that runs calls could not be started: {problem}")
+            self._changed.notify_all()
 
     def start(
         self,
@@ -274,11 +291,14 @@ class Jobs:
             job.by, job.began = by, time.time()
             if job.kind == "call":
                 job.command, job.state = [function], "queued"
-                self._queue(job, lambda: self._start_new_runner(command, own, private, by))
+                self._queue(
+                    job,
+                    functools.partial(self.start, command=command, own=own, private=private, by=by),
+                )
             else:
                 self._launch(job, command, own or {}, private or {})
-        except BaseException:
-            self.give_up(job)
+        except BaseException as problem:
+            self.give_up(job, problem)
             raise
         self._note_change()
         return job
@@ -297,11 +317,15 @@ class Jobs:
         If it was, it finds these private texts in place of the earlier ones.
         """
         with self._changed:
-            for job in self.all((kind,)):
-                if job.state in LIVE:
+            while there := [each for each in self._live if self._jobs[each].kind == kind]:
+                job = self._jobs[there[0]]
+                if self._is_there(job):
                     self._write_private(job, private or {})
-                    return job, True
-            return self.start(self.begin(name, kind), command, own=own, private=private), False
+                    return self._view(job), True
+                # Another caller starts it.
+                self._changed.wait()
+            job = self.begin(name, kind)
+        return self.start(job, command, own=own, private=private), False
 
     def _launch(
         self, job: Job, command: list[str], own: Mapping[str, str], private: Mapping[str, str]
@@ -352,6 +376,7 @@ class Jobs:
                 target=self._watch, args=(job, live, program), name="skyward-job", daemon=True
             )
             live.watcher.start()
+            self._changed.notify_all()
             if self._closed and job.kind != "daemon":
                 program.end()
 
@@ -368,11 +393,16 @@ class Jobs:
         program.end()
         code = status.code if status is not None else None
         state: JobState = "lost" if code is None else "failed" if code else "done"
-        if code != 0 and live.cancelled is not None:
+        if code != 0 and live.is_cancelled:
             state = "cancelled"
         with self._changed:
             job.code = code
             self._end(job, state, _AGENT_ENDED if state == "lost" else "")
+            runner = self._next_runner(job) if job.id == self._runner else None
+        if runner is not None and self._start_runner is not None:
+            # The calls that wait for it are told.
+            with contextlib.suppress(OSError, PoolError):
+                self._start_runner(runner)
 
     def _write_private(self, job: Job, private: Mapping[str, str]) -> None:
         """Write texts that only the user may read; a process that reads one gets all or none."""
@@ -397,17 +427,20 @@ class Jobs:
         with self._changed:
             found = self.get(name, kind)
             live = self._live.get(found.id)
-            if live is None or live.cancelled is not None:
+            if live is None or live.is_cancelled:
                 return found
+            if found.kind == "daemon":
+                raise PoolError(f"{found.id} is a plugin's, which needs it: it ends with its node")
+            live.is_cancelled = True
             if found.kind == "call":
                 if self._orders is not None:
                     self._order({"cancel": found.id})
                 else:
                     self._end(self._jobs[found.id], "cancelled")
             elif live.program is not None:
-                live.cancelled = threading.Timer(CANCEL_SECONDS, live.program.end)
-                live.cancelled.daemon = True
-                live.cancelled.start()
+                live.ender = threading.Timer(CANCEL_SECONDS, live.program.end)
+                live.ender.daemon = True
+                live.ender.start()
                 live.program.signal(signal.SIGINT)
         return found
 
@@ -454,8 +487,8 @@ class Jobs:
         job.state, job.problem, job.streams = state, problem, False
         job.took = max(0.0, time.time() - job.began)
         live = self._live.pop(job.id)
-        if live.cancelled is not None:
-            live.cancelled.cancel()
+        if live.ender is not None:
+            live.ender.cancel()
         # On a full disk, only this agent knows of it.
         with contextlib.suppress(OSError):
             self._write(job)
@@ -468,8 +501,6 @@ class Jobs:
             ended = [each for each in self.all((job.kind,)) if each.state not in LIVE]
             for each in ended[:-KEPT]:
                 self._discard(each)
-        if job.id == self._runner:
-            self._note_runners_end(job)
         self._changed.notify_all()
         self._note_change()
 
@@ -498,32 +529,25 @@ class Jobs:
 
     # Calls, and the job that runs them.
 
-    def _queue(self, job: Job, start_runner: Callable[[], object]) -> None:
+    def _queue(self, job: Job, start_runner: Callable[[Job], object]) -> None:
         """Have a call run that is complete."""
         with self._changed:
             self._write(job)
             self._live[job.id].is_sent = True
             self._start_runner = start_runner
+            runner = None
             if self._orders is not None:
                 self._give(job.id)
             elif not self._runner:
-                start_runner()
+                runner = self._begin_runner()
+        # Not with the lock, which the agent's loop takes: a process takes its time to start.
+        if runner is not None:
+            start_runner(runner)
 
-    def _start_new_runner(
-        self,
-        command: list[str],
-        own: Mapping[str, str] | None,
-        private: Mapping[str, str] | None,
-        by: str,
-    ) -> None:
-        with self._changed:
-            job = self.begin(RUNNER, "runner")
-            self._runner = job.id
-            try:
-                self.start(job, command, own=own, private=private, by=by)
-            except BaseException:
-                self._runner = ""
-                raise
+    def _begin_runner(self) -> Job:
+        runner = self.begin(RUNNER, "runner")
+        self._runner = runner.id
+        return runner
 
     def serve(self, orders: Channel, runner: str) -> bool:
         """Let a runner run the calls; whether it may: there is one at a time."""
@@ -558,20 +582,29 @@ class Jobs:
             self._runner, self._orders = "", None
             return True
 
-    def _note_runners_end(self, runner: Job) -> None:
-        """Have another runner run the calls that have not begun; those that have are lost."""
+    def _next_runner(self, ended: Job) -> Job | None:
+        """The runner that is to be started after one has ended, if there are calls for it.
+
+        Those are the calls that have not begun; the others are lost.
+        """
         came_up, self._runner, self._orders = self._orders is not None, "", None
         if not came_up:
-            told = self.last_words(runner)
+            told = self.last_words(ended)
             self._end_calls(f"the process that runs calls did not come up; it wrote:\n{told}")
         for job in self._calls():
-            if job.state == "running" or self._live[job.id].given >= TRIES:
+            live = self._live[job.id]
+            if job.state == "running" or live.given >= TRIES:
                 self._end(job, "lost", "the process that ran it was killed")
-        if self._calls() and not self._closed:
-            try:
-                self._start_runner()
-            except (OSError, PoolError) as problem:
-                self._end_calls(f"it could not be started again: {problem}")
+            elif live.is_cancelled:
+                # The runner may have ended before it was told.
+                self._end(job, "cancelled")
+        if not self._calls() or self._closed:
+            return None
+        try:
+            return self._begin_runner()
+        except OSError as problem:
+            self._end_calls(f"the process that runs calls could not be started: {problem}")
+            return None
 
     def _calls(self) -> list[Job]:
         """The calls that wait or run, in the order in which they were made."""
@@ -623,6 +656,12 @@ def _unpack(files: Path, work: Path) -> None:
         else:
             tar.extractall(work)
     files.unlink()
+
+
+def _last_change(folder: Path) -> float:
+    """When something in a job's folder was written, or its program has ended."""
+    places = (folder, *folder.glob("*"), *folder.glob(f"{OUTPUT}/*"))
+    return max(each.lstat().st_mtime for each in places)
 
 
 def _name_of(job: str) -> str:

@@ -196,6 +196,8 @@ class _Supervisor:
             # On some file systems, the last write fails here.
             with contextlib.suppress(OSError):
                 self._log.close()
+                # If the agent has ended, this is how the next one knows when.
+                os.utime(self._config.log)
         self._tell(ProgramStatus(code=self._code))
 
     def _started(self, output: int | None) -> subprocess.Popen[bytes]:

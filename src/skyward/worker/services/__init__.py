@@ -64,7 +64,7 @@ Parts = Generator[tuple[Any, Sequence[Bytes]], None, Any]
 """An answer in parts, each a value and bytes; what the generator returns is the last reply."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ServedNode:
     """What a service may use of its node."""
 
@@ -78,6 +78,7 @@ class ServedNode:
     values: NamedValues
     """What clients keep on the node by name."""
     _own: dict[type[Closing], Closing] = field(init=False, default_factory=dict)
+    _closed: bool = field(init=False, default=False)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     @property
@@ -93,6 +94,8 @@ class ServedNode:
     def own(self, kind: type[Own]) -> Own:
         """What a service keeps on this node: made when it is first needed, closed with the node."""
         with self._lock:
+            if self._closed:
+                raise PoolError("the node is ending")
             found = self._own.get(kind)
             if found is None:
                 found = self._own[kind] = kind()
@@ -101,6 +104,7 @@ class ServedNode:
     def close(self) -> None:
         """Close what services keep here."""
         with self._lock:
+            self._closed = True
             own = list(self._own.values())
             self._own.clear()
         for each in own:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from skyward.worker import output_log
-from skyward.worker.jobs import LIVE, Job
+from skyward.worker.jobs import LIVE, OWN, Job
 from skyward.worker.node_log import HistoricTask, LogReader, NodeLog, Visits
 from skyward.worker.services import Caller, Parts, ServedNode, answers
 from skyward.worker.supervision import ExecutorProcess
@@ -190,7 +190,7 @@ class _Look:
             return
         node = self._node
         self._jobs_version, self._jobs_at = node.jobs.version, now
-        found = sorted(node.jobs.all(), key=lambda job: (job.state in LIVE, job.began))
+        found = sorted(node.jobs.all(OWN), key=lambda job: (job.state in LIVE, job.began))
         # The lines of calls are told as those of tasks.
         self._jobs = [job for job in found if job.kind == "script"]
         # How long one has run changes all the time, and is known to who knows when it began.

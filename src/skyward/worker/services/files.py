@@ -36,6 +36,7 @@ class NodeFolders(Closing):
         """What was sent once is not sent again."""
         self._volumes: dict[str, NodeVolume] = {}
         """By their paths."""
+        self._closed = False
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -51,7 +52,11 @@ class NodeFolders(Closing):
         """Have a volume at a path."""
         volume.open(tell)
         with self._lock:
-            self._volumes[target] = volume
+            if not self._closed:
+                self._volumes[target] = volume
+                return
+        volume.close(lambda what: None)
+        raise PoolError("the node is ending")
 
     def volumes(self, target: str = "", *, go: bool = False) -> list[NodeVolume]:
         """The volume at a path, if there is one, or all; those that `go` are forgotten."""
@@ -64,6 +69,8 @@ class NodeFolders(Closing):
 
     def close(self) -> None:
         """Write volumes back and take them away: the client may be gone."""
+        with self._lock:
+            self._closed = True
         for volume in self.volumes(go=True):
             try:
                 volume.close(lambda what: None)
