@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -447,7 +448,8 @@ def test_a_closed_or_unentered_pool_says_so() -> None:
 
 
 def test_a_call_aimed_at_a_node_that_leaves_is_told(tmp_path: Path, eventually: Eventually) -> None:
-    with sky.Compute(nodes=2, options=sky.Options(console=False)) as compute:
+    """Behind one that finishes, one that is cancelled and does not end, and one that dies."""
+    with sky.Compute(nodes=4, options=sky.Options(console=False)) as compute:
 
         @sky.function
         def until(path: str) -> str:
@@ -455,17 +457,28 @@ def test_a_call_aimed_at_a_node_that_leaves_is_told(tmp_path: Path, eventually: 
                 time.sleep(0.01)
             return "finished"
 
-        running = compute.submit(until(str(tmp_path / "go")), on=1)
-        eventually(lambda: running.running())
-        queued = compute.submit(echo(1), on=1)
+        @sky.function(retries=3)
+        def dies(path: str) -> None:
+            until.local(path)
+            os._exit(3)
+
+        go = str(tmp_path / "go")
+        running = compute.submit(until(go), on=1)
+        cancelled = compute.submit(deaf(str(tmp_path / "deaf")), on=2)
+        retried = compute.submit(dies(go), on=3)
+        eventually(lambda: running.running() and retried.running())
+        eventually((tmp_path / "deaf").exists)
+        told = [compute.submit(echo(1), on=node) for node in (1, 2, 2, 3)]
+        cancelled.cancel()
         resizing = threading.Thread(target=compute.resize, args=(1,))
         resizing.start()
-        eventually(lambda: compute.nodes[-1].state == "draining")
+        eventually(lambda: {node.state for node in compute.nodes[1:]} <= {"draining"})
         (tmp_path / "go").touch()
         assert running.result(PATIENCE) == "finished"
-        resizing.join(100)
+        resizing.join(PATIENCE)
         assert not resizing.is_alive()
-        problem = queued.exception(PATIENCE)
-        assert isinstance(problem, sky.NodeLostError)
-        assert "echo has nowhere to run" in str(problem)
+        for future in (*told, retried):
+            problem = future.exception(PATIENCE)
+            assert isinstance(problem, sky.NodeLostError)
+            assert re.search(r"nowhere to run: node \d has left the pool; run it on", str(problem))
         assert echo(1) @ compute == [1]

@@ -231,6 +231,8 @@ class Dispatcher:
         self.lanes.requeue(reversed(unstarted))
         if started or unstarted:
             self.lanes.refill_all()
+            # Its node may be leaving the pool, and a task may run nowhere else.
+            self.fail_unrunnable()
         for task in (*started, *unstarted):
             self._release(task)
 
@@ -1002,12 +1004,12 @@ class Dispatcher:
             self._finish(task, Failed.because(problem))
 
     def _nowhere_to_run(self, task: Task) -> NodeLostError:
-        why = self._prospects.why_not()
-        return NodeLostError(
-            f"{task.name} has nowhere to run: "
-            + (f"{why}; " if why else "every node it could use is lost; ")
-            + "enter a new Compute"
-        )
+        why, node = self._prospects.why_not(), task.on if task.worker is None else task.worker[0]
+        if not why and node is not None:
+            told = f"node {node} has left the pool; run it on another one"
+        else:
+            told = f"{why or 'every node it could use is lost'}; enter a new Compute"
+        return NodeLostError(f"{task.name} has nowhere to run: {told}")
 
     def cancel_all(self, why: str, seconds: float) -> None:
         """Cancel every task, and wait for the executors to stop, for so many seconds at most."""
