@@ -33,7 +33,7 @@ from skyward.providers import Allocation, Capabilities, Machine, Order, Request
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame, FrameDecoder
-from skyward.wire.identity import Credentials
+from skyward.wire.handshake import Credentials, my_versions
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair
 from skyward.wire.messages import (
@@ -51,7 +51,6 @@ from skyward.wire.messages import (
     Shutdown,
     Welcome,
 )
-from skyward.wire.versions import my_versions
 from skyward.worker.config import AgentConfig
 
 DELAYED = "wait_"

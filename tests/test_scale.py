@@ -28,9 +28,7 @@ from skyward.nodes.node import Node, Roster
 from skyward.nodes.records import Journal
 from skyward.staff import Staff
 from skyward.wire.channel import Channel
-from skyward.wire.dial import Dialer
-from skyward.wire.handshake import context_for
-from skyward.wire.identity import CLIENT, Authority
+from skyward.wire.handshake import CLIENT, Authority, Dialer, context_for
 from skyward.wire.link.connections import LinkLost
 from skyward.wire.messages import Hello, Message, Ping
 

@@ -17,7 +17,7 @@ from skyward.calls import streams as pool_streams
 from skyward.device import carrier, peers, pump
 from skyward.nodes import node
 from skyward.objects import blobs, memory
-from skyward.wire import dial, frames, handshake, listener, messages
+from skyward.wire import frames, handshake, listener, messages
 from skyward.wire.link import incoming, large, outgoing, pair, records
 from skyward.worker import arrivals, relay
 from skyward.worker import streams as worker_streams
@@ -109,9 +109,9 @@ def test_links_are_as_described() -> None:
         f"keeps more than {outgoing.LINK_WINDOW >> 20} MiB",
         f"the refusal `{handshake.SESSION_UNKNOWN}`",
         f"no `Ping` back for {node.SILENCE_SECONDS:g} s",
-        f"refused connections for {dial.REFUSED_SECONDS:g} s",
+        f"refused connections for {handshake.REFUSED_SECONDS:g} s",
         f"at least {pair.FAR_SECONDS * 1e3:g} ms apart",
-        f"up to {dial.CONNECTIONS - 1} more each way",
+        f"up to {handshake.CONNECTIONS - 1} more each way",
         f"Only frames of {records.STRIPED_MIN >> 20} MiB or more",
         f"in parts of {large.STRIPE_PART >> 20} MiB",
         f"the first {records.RECORD_MAX >> 20} MiB of them",

@@ -34,8 +34,7 @@ from skyward.state.link import SLICE_SECONDS, Slot, wait_readable, worker_state
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.handshake import connect_peer
-from skyward.wire.identity import PEER
+from skyward.wire.handshake import PEER, connect_peer
 from skyward.wire.messages import (
     OBJECT_CALLS,
     Cancel,

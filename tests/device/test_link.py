@@ -27,8 +27,7 @@ from skyward.device.core import core
 from skyward.errors import ProtocolError
 from skyward.nodes import host
 from skyward.nodes.host import Approach
-from skyward.wire.dial import Dialer
-from skyward.wire.handshake import GREETING_SECONDS
+from skyward.wire.handshake import GREETING_SECONDS, Dialer
 from skyward.wire.link import backlog
 from skyward.wire.link.backlog import Backlog
 from skyward.wire.link.pair import Pair

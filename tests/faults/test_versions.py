@@ -14,7 +14,7 @@ import pytest
 import skyward as sky
 from skyward.providers import Machine, Order
 from skyward.providers.local import LocalMachine
-from skyward.wire.versions import check_compatible, my_versions
+from skyward.wire.handshake import check_compatible, my_versions
 
 MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
 

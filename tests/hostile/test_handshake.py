@@ -19,8 +19,7 @@ import pytest
 from skyward.errors import AuthenticationError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.handshake import connect, connect_once
-from skyward.wire.identity import PEER, Authority, Credentials, node_name
+from skyward.wire.handshake import PEER, Authority, Credentials, connect, connect_once, node_name
 from skyward.wire.listener import UNPROVEN_PEERS, Listener
 from skyward.wire.messages import Hello, Ping, Welcome
 

@@ -19,8 +19,7 @@ import pytest
 
 import skyward as sky
 from skyward.wire.frames import header
-from skyward.wire.handshake import connect
-from skyward.wire.identity import Authority, Credentials
+from skyward.wire.handshake import Authority, Credentials, connect
 from skyward.wire.messages import STREAMED, Buffer, Hello, Payload, Result
 
 from ..memory import in_use

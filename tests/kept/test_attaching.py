@@ -17,8 +17,7 @@ import pytest
 import skyward as sky
 from skyward.compute.attaching import reach
 from skyward.nodes import records
-from skyward.wire.handshake import connect
-from skyward.wire.identity import CLIENT, Authority, node_name
+from skyward.wire.handshake import CLIENT, Authority, connect, node_name
 from skyward.wire.messages import Hello
 
 from ..conftest import PATIENCE

@@ -16,9 +16,15 @@ import pytest
 from skyward.errors import AuthenticationError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.dial import CONNECTIONS, Dialer
-from skyward.wire.handshake import SessionUnknownError, connect_pair, direct
-from skyward.wire.identity import Authority, node_name
+from skyward.wire.handshake import (
+    CONNECTIONS,
+    Authority,
+    Dialer,
+    SessionUnknownError,
+    connect_pair,
+    direct,
+    node_name,
+)
 from skyward.wire.link import pair as pairs
 from skyward.wire.link.outgoing import LINK_WINDOW
 from skyward.wire.link.pair import Pair
@@ -201,7 +207,7 @@ def _exchange(ends: Ends, bodies: list[bytes]) -> None:
 def test_one_refusal_after_a_slow_attempt_proves_nothing(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyward.wire.dial.REFUSED_SECONDS", 0.2)
+    monkeypatch.setattr("skyward.wire.handshake.REFUSED_SECONDS", 0.2)
     slow: list[float] = []
 
     def dial(endpoint: str, seconds: float) -> socket.socket:

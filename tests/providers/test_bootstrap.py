@@ -27,10 +27,8 @@ from skyward.providers.local import LocalMachine
 from skyward.spec import Image, PipIndex
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.handshake import connect
-from skyward.wire.identity import CLIENT, Authority, Credentials, node_name
+from skyward.wire.handshake import CLIENT, Authority, Credentials, connect, my_versions, node_name
 from skyward.wire.messages import ExecutorUp, Hello, Message, Ping
-from skyward.wire.versions import my_versions
 from skyward.worker.config import AgentConfig
 from skyward.worker.detached import start_mark
 

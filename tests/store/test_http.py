@@ -23,7 +23,7 @@ import skyward as sky
 from skyward.store import http as client
 from skyward.store.address import Address
 from skyward.store.http import HttpFiles
-from skyward.wire.identity import Authority
+from skyward.wire.handshake import Authority
 
 from ..conftest import only_in_all
 

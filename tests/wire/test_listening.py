@@ -16,8 +16,7 @@ import pytest
 from skyward.errors import AuthenticationError
 from skyward.nodes.node import _among
 from skyward.wire.channel import Channel
-from skyward.wire.handshake import connect
-from skyward.wire.identity import CLIENT, Authority, Credentials
+from skyward.wire.handshake import CLIENT, Authority, Credentials, connect
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello
 

@@ -15,7 +15,7 @@ from skyward.errors import BlobStoreFullError
 from skyward.objects import memory
 from skyward.objects.blobs import BlobStore
 from skyward.wire.channel import Channel
-from skyward.wire.identity import PEER, Authority, node_name
+from skyward.wire.handshake import PEER, Authority, node_name
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Fetch, Hello
 from skyward.worker import relay

@@ -13,8 +13,7 @@ import skyward as sky
 from skyward.errors import PoolError
 from skyward.nodes.fleet import Fleet
 from skyward.wire.channel import ServiceConnection
-from skyward.wire.handshake import connect
-from skyward.wire.identity import node_name
+from skyward.wire.handshake import connect, node_name
 from skyward.wire.messages import Hello
 from skyward.worker.services import ServedNode
 from skyward.worker.services.files import NodeFolders

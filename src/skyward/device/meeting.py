@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from skyward.wire.identity import Credentials
+from skyward.wire.handshake import Credentials
 
 
 @dataclass(frozen=True, slots=True)

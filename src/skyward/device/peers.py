@@ -21,9 +21,7 @@ from skyward.device.meeting import Meeting
 from skyward.device.pump import Pump
 from skyward.errors import SkywardError
 from skyward.wire.channel import Channel
-from skyward.wire.dial import Dialer
-from skyward.wire.handshake import connect
-from skyward.wire.identity import PEER, Credentials
+from skyward.wire.handshake import PEER, Credentials, Dialer, connect
 from skyward.wire.messages import Hello
 
 CARRIERS = 4

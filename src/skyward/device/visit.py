@@ -11,7 +11,7 @@ from collections.abc import Callable
 from skyward.device.peers import Peers
 from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
 from skyward.wire.channel import Channel
-from skyward.wire.identity import Credentials
+from skyward.wire.handshake import Credentials
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello
 

@@ -16,7 +16,7 @@ from skyward.device.agent_line import AgentLine
 from skyward.device.own_torch import OwnTorch
 from skyward.device.peers import Peers
 from skyward.device.visit import NobodyCameError, Visit
-from skyward.wire.identity import Credentials
+from skyward.wire.handshake import Credentials
 from skyward.worker import process
 from skyward.worker.config import DeviceConfig
 from skyward.worker.inspection import Inspection

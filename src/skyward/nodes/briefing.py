@@ -27,7 +27,7 @@ from skyward.errors import ConfigurationError, PluginError
 from skyward.nodes.kept import identity
 from skyward.nodes.node import Node, Roster
 from skyward.nodes.spec import PoolSpec, Preparations
-from skyward.wire.identity import Authority, node_name
+from skyward.wire.handshake import Authority, node_name
 from skyward.wire.messages import Prepare, Topology
 from skyward.worker.config import AgentConfig
 

@@ -21,7 +21,7 @@ from skyward.events import DeviceClosed, DeviceOpened, EventStream
 from skyward.nodes.node import Roster
 from skyward.nodes.spec import PoolSpec
 from skyward.wire.channel import Channel
-from skyward.wire.identity import PEER, Authority, Credentials, node_name
+from skyward.wire.handshake import PEER, Authority, Credentials, node_name
 from skyward.wire.messages import CloseDevice, DeviceDown, DeviceUp, Message, OpenDevice
 
 if TYPE_CHECKING:

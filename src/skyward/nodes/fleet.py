@@ -59,7 +59,7 @@ from skyward.providers import Machine, Order, connecting
 from skyward.spec import Nodes, Options
 from skyward.state.link import OWNER, RemoteLink
 from skyward.wire.channel import Channel, ServiceConnection
-from skyward.wire.identity import CLIENT
+from skyward.wire.handshake import CLIENT
 from skyward.wire.messages import (
     Detach,
     DeviceDown,

@@ -28,11 +28,21 @@ from skyward.errors import ConfigurationError, NodeLostError, PoolStartError
 from skyward.nodes.records import Journal, KeptNode, NoJournal
 from skyward.providers import Allocation, Equipment, Machine, Offer, Order, Provider, money
 from skyward.wire.channel import Channel, ServiceConnection
-from skyward.wire.dial import PAUSES, Dialer, refused, refused_too_long
-from skyward.wire.handshake import GREETING_SECONDS, Dial, connect, direct, host_and_port
-from skyward.wire.identity import Credentials, node_name
+from skyward.wire.handshake import (
+    GREETING_SECONDS,
+    PAUSES,
+    Credentials,
+    Dial,
+    Dialer,
+    connect,
+    direct,
+    host_and_port,
+    my_versions,
+    node_name,
+    refused,
+    refused_too_long,
+)
 from skyward.wire.messages import Hello, Welcome
-from skyward.wire.versions import my_versions
 from skyward.worker import detached
 from skyward.worker.config import AgentConfig
 from skyward.worker.process import kill_group

@@ -55,13 +55,14 @@ from skyward.providers import (
 )
 from skyward.spec import Image
 from skyward.wire.channel import ServiceConnection
-from skyward.wire.handshake import dial_here, direct
-from skyward.wire.identity import (
+from skyward.wire.handshake import (
     KEPT_LIFETIME,
     LIFETIME,
     Authority,
     Credentials,
     SavedAuthority,
+    dial_here,
+    direct,
 )
 from skyward.wire.messages import Members
 from skyward.worker.jobs import JOB

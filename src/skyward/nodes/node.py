@@ -59,8 +59,7 @@ from skyward.providers import Allocation, Machine, connecting, in_thread
 from skyward.wire import messages
 from skyward.wire.channel import Channel, ServiceConnection
 from skyward.wire.frames import Frame
-from skyward.wire.handshake import host_and_port
-from skyward.wire.identity import Credentials
+from skyward.wire.handshake import Credentials, check_compatible, host_and_port, my_versions
 from skyward.wire.messages import (
     ExecutorDown,
     ExecutorUp,
@@ -71,7 +70,6 @@ from skyward.wire.messages import (
     Reclaim,
     Shutdown,
 )
-from skyward.wire.versions import check_compatible, my_versions
 from skyward.worker.config import AgentConfig
 
 State = Literal[

@@ -22,8 +22,7 @@ from skyward.errors import ConfigurationError, SkywardError, StateFullError, Sta
 from skyward.state.owner import FULL, Asked, Owner, Session
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.handshake import connect_peer
-from skyward.wire.identity import PEER, Credentials, node_name
+from skyward.wire.handshake import PEER, Credentials, connect_peer, node_name
 from skyward.wire.messages import Hello, Question, Reply
 
 OWNER = 0

@@ -1,22 +1,42 @@
-"""The handshake: opens a connection to a listener, encrypts it and shakes hands."""
+"""The handshake: opens connections to a listener; both ends prove who they are and what they run.
+
+On one host, the socket is a Unix socket in a private directory, and the kernel names the peer's
+user. Over a network, both ends use TLS 1.3 with certificates of the pool's own short-lived
+authority. A client makes a link's connections again after each loss.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import functools
+import math
 import os
+import re
 import secrets
 import socket
 import ssl
+import struct
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from skyward.errors import AuthenticationError, ProtocolError, SkywardError
+from skyward import kernel
+from skyward.errors import AuthenticationError, ProtocolError, SkywardError, VersionMismatchError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.frames import Frame, FrameDecoder
-from skyward.wire.identity import Credentials, check_peer, client_context
+from skyward.wire.frames import PROTOCOL, Frame, FrameDecoder
+from skyward.wire.link.connections import Connections, LinkLost
+from skyward.wire.link.link import Link
+from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
 
 SESSION_UNKNOWN = "unknown session"
@@ -26,9 +46,221 @@ GREETING_SECONDS = 30.0
 refuses at once."""
 AGAIN_SECONDS = 5.0
 """How long one of several attempts may take: the next one's packets are not those that got lost."""
+REFUSED_SECONDS = 2.0
+"""If a host refuses connections for so long, the process that listened there has ended."""
+PAUSES = (0.02, 1.0)
+"""The first and the longest pause between two attempts to connect."""
+CONNECTIONS = 4
+"""How many connections a large write is spread over: the main one and its stripes."""
+LIFETIME = datetime.timedelta(days=30)
+KEPT_LIFETIME = datetime.timedelta(days=365)
+"""How long the certificates of a kept pool are good for."""
 
 Dial = Callable[[str, float], socket.socket]
 """Opens a connection to an endpoint; raises if that takes more than the given seconds."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Credentials:
+    """One end's certificate and key with the pool's authority, all PEM."""
+
+    authority: str
+    certificate: str
+    key: str
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """A TLS 1.3 context that accepts only peers of the same pool."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.authority)
+        if server:
+            # Nobody would read the tickets on a connection that the client only sends on.
+            context.num_tickets = 0
+        with _readable(self.certificate + self.key) as chain:
+            context.load_cert_chain(chain)
+        return context
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAuthority:
+    """The certificate and the key of a pool's authority, both PEM."""
+
+    certificate: str
+    key: str = field(repr=False)
+
+
+_shared: weakref.WeakKeyDictionary[Credentials, ssl.SSLContext] = weakref.WeakKeyDictionary()
+
+
+def client_context(credentials: Credentials) -> ssl.SSLContext:
+    """The context for connections to any process of a pool, made once.
+
+    A client has several connections to each node, and a context takes 100 KB and a millisecond.
+    """
+    context = _shared.get(credentials)
+    if context is None:
+        context = _shared[credentials] = credentials.context(server=False)
+    return context
+
+
+@contextlib.contextmanager
+def _readable(secret: str) -> Iterator[str]:
+    """A path to a file that holds the secret: the ssl module loads keys from files only.
+
+    On Linux the file is in memory alone: no copy stays behind, even if this process is killed.
+    """
+    if kernel.HAS_MEMORY_FILES:
+        with os.fdopen(os.memfd_create("skyward-key", os.MFD_CLOEXEC), "w") as file:
+            file.write(secret)
+            file.flush()
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with tempfile.TemporaryDirectory(prefix="sky-") as folder:
+        path = Path(folder, "chain.pem")
+        path.touch(mode=0o600)
+        path.write_text(secret)
+        yield str(path)
+
+
+class Authority:
+    """A pool's certificate authority: only the client has its key, in memory.
+
+    The key of a pool that stays is also in the pool's record, for the next client.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        saved: SavedAuthority | None = None,
+        lifetime: datetime.timedelta = LIFETIME,
+    ) -> None:
+        """`saved` is the authority that another client has made for the pool."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+        self._x509: Any = x509
+        self._hashes: Any = hashes
+        self._serialization: Any = serialization
+        self._ec: Any = ec
+        self._usages = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
+        self._common_name = NameOID.COMMON_NAME
+        self._lifetime = lifetime
+        self._name = self._name_of(f"skyward pool {pool}")
+        if saved is not None:
+            self._key: Any = serialization.load_pem_private_key(saved.key.encode(), None)
+            self._certificate = x509.load_pem_x509_certificate(saved.certificate.encode())
+            return
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._certificate = (
+            self._builder(self._name, self._key.public_key())
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False
+            )
+            .add_extension(
+                x509.KeyUsage(
+                    digital_signature=True,
+                    content_commitment=False,
+                    key_encipherment=False,
+                    data_encipherment=False,
+                    key_agreement=False,
+                    key_cert_sign=True,
+                    crl_sign=True,
+                    encipher_only=False,
+                    decipher_only=False,
+                ),
+                critical=True,
+            )
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def save(self) -> SavedAuthority:
+        """The certificate and the key, for the pool's record."""
+        encoding = self._serialization.Encoding.PEM
+        return SavedAuthority(
+            certificate=self._certificate.public_bytes(encoding).decode(),
+            key=self._pem(self._key),
+        )
+
+    def _pem(self, key: Any) -> str:
+        private: bytes = key.private_bytes(
+            self._serialization.Encoding.PEM,
+            self._serialization.PrivateFormat.PKCS8,
+            self._serialization.NoEncryption(),
+        )
+        return private.decode()
+
+    def issue(self, name: str) -> Credentials:
+        """Credentials for one end of channels; the certificate holds its name."""
+        x509 = self._x509
+        key = self._ec.generate_private_key(self._ec.SECP256R1())
+        certificate = (
+            self._builder(self._name_of(name), key.public_key())
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(self._usages), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+                critical=False,
+            )
+            .sign(self._key, self._hashes.SHA256())
+        )
+        encoding = self._serialization.Encoding.PEM
+        return Credentials(
+            authority=self._certificate.public_bytes(encoding).decode(),
+            certificate=certificate.public_bytes(encoding).decode(),
+            key=self._pem(key),
+        )
+
+    def _name_of(self, text: str) -> Any:
+        return self._x509.Name([self._x509.NameAttribute(self._common_name, text)])
+
+    def _builder(self, subject: Any, public_key: Any) -> Any:
+        now = datetime.datetime.now(datetime.UTC)
+        return (
+            self._x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(public_key)
+            .serial_number(self._x509.random_serial_number())
+            # The clocks of machines differ, but hardly by more than an hour.
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + self._lifetime)
+        )
+
+
+CLIENT = "client"
+"""The name in the client's certificate."""
+PEER = "peer"
+"""The role in the `Hello` of an executor that connects to an executor of another node.
+
+If the process of a device connects to that of another device, the number of their link follows."""
+
+
+def certified_name(end: ssl.SSLSocket) -> str:
+    """The name in the certificate of the other end."""
+    certificate: Any = end.getpeercert() or {}
+    return next((each["commonName"] for each in map(dict, certificate.get("subject", ()))), "")
+
+
+def node_name(pool: str, node: int) -> str:
+    """The name in a node's certificate."""
+    return f"node-{node}.{pool}.skyward"
+
+
+def check_peer(end: socket.socket) -> None:
+    """Raise unless the peer on a Unix socket is a process of this user or of root."""
+    if not kernel.HAS_PEER_CREDENTIALS:
+        return
+    raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", raw)
+    if uid not in (os.getuid(), 0):
+        raise AuthenticationError(
+            f"the peer is user {uid}, this end is user {os.getuid()}; run both as the same user"
+        )
 
 
 class SessionUnknownError(AuthenticationError):
@@ -236,3 +468,179 @@ def _connect_unix(end: socket.socket, address: str, seconds: float) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
+
+
+def refused(problem: BaseException, since: float | None) -> float | None:
+    """When the refusals began: `since`, or now; None if this problem is no refusal.
+
+    The time counts from the first refusal, since the attempt before it may have taken seconds.
+    """
+    if not isinstance(problem, ConnectionRefusedError):
+        return None
+    return time.monotonic() if since is None else since
+
+
+def refused_too_long(since: float | None) -> bool:
+    """Whether the refusals have lasted so long that the listening process must have ended."""
+    return since is not None and time.monotonic() - since > REFUSED_SECONDS
+
+
+class Dialer:
+    """Connects one link, and reconnects it after each loss."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        hello: Hello,
+        credentials: Credentials,
+        name: str,
+        dial: Dial = direct,
+        *,
+        gone: str = "",
+        patience: float = math.inf,
+    ) -> None:
+        """If `gone` is given, refused connections end the link, with `gone` as the reason.
+
+        The link also ends if no new connection can be made within `patience` seconds.
+        """
+        self._endpoint, self._name, self._dial = endpoint, name, dial
+        self._hello = msgspec.structs.replace(hello, session=secrets.token_hex(16))
+        self._context = context_for(endpoint, credentials)
+        self._gone, self._patience = gone, patience
+        self._pid = 0
+
+    def open(self, seconds: float = AGAIN_SECONDS) -> tuple[Channel, Welcome]:
+        """Make the first connection; after a failure, the caller may try again."""
+        pair, welcome = self._connect(0, seconds)
+        self._pid = welcome.pid
+        return Channel.over(Link(pair, self._again, add_stripes=self._add_stripes)), welcome
+
+    def _again(self, connections: Connections) -> Iterator[Pair | float]:
+        """Make the next connection of a link, unless it ends.
+
+        After each attempt that fails, yields how many seconds to wait; at last, yields the pair.
+        """
+        refused_since: float | None = None
+        received, started = connections.received, time.monotonic()
+        pause, longest = PAUSES
+        while not connections.ended:
+            try:
+                pair, welcome = self._connect(received, AGAIN_SECONDS)
+            except SessionUnknownError as problem:
+                raise LinkLost("the process there does not know this connection") from problem
+            except (OSError, EOFError, SkywardError) as problem:
+                refused_since = refused(problem, refused_since)
+                if self._gone and refused_too_long(refused_since):
+                    raise LinkLost(self._gone) from problem
+                if connections.ending and refused_since is not None:
+                    raise LinkLost("its process was told to end") from problem
+                if time.monotonic() - started > self._patience:
+                    raise LinkLost(
+                        f"its connection was lost, and a new one could not be made within "
+                        f"{self._patience:g} s ({problem})"
+                    ) from problem
+            else:
+                if welcome.pid == self._pid:
+                    yield pair
+                    return
+                pair.close()
+                raise LinkLost("another process has taken its place")
+            yield pause
+            pause = min(2 * pause, longest)
+        raise LinkLost("it was closed")
+
+    def _connect(self, received: int, seconds: float) -> tuple[Pair, Welcome]:
+        self._hello.attempt += 1
+        self._hello.received = received
+        sender, receiver, welcome = connect_pair(
+            self._endpoint, self._hello, self._context, self._name, seconds, self._dial
+        )
+        return Pair(sender, receiver, welcome.received, self._hello.attempt), welcome
+
+    def _add_stripes(self, pair: Pair) -> None:
+        """Connect stripes for a pair, as many as can be made."""
+        hello = msgspec.structs.replace(self._hello, attempt=pair.attempt)
+        with contextlib.suppress(OSError, EOFError, SkywardError):
+            for number in range(1, CONNECTIONS):
+                for direction in ("send", "receive"):
+                    if pair.broken:
+                        return
+                    hello.stripe, hello.direction = number, direction
+                    end, _, _ = connect_one(
+                        self._endpoint,
+                        hello,
+                        self._context,
+                        self._name,
+                        AGAIN_SECONDS,
+                        self._dial,
+                    )
+                    pair.add_stripe(number, end, to_send=direction == "send")
+
+
+@functools.cache
+def my_versions() -> dict[str, str]:
+    """The versions that this end runs; the handshake sends them to the other end."""
+    versions = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "protocol": str(PROTOCOL),
+        # Of the code that runs here: an installer may know it by another name, or not at all.
+        "skyward": sys.modules["skyward"].__version__,
+    }
+    for package in ("cloudpickle", "numpy", "torch"):
+        if version := _version(package):
+            versions[package] = version
+    return versions
+
+
+def _version(package: str) -> str:
+    """The version of a package; empty if it is not installed.
+
+    Taken from the name of the folder that installers make. `importlib.metadata` reads the files in
+    it, for which an agent would spend a tenth of its start.
+    """
+    named = re.compile(rf"{package}-(\d.*)\.dist-info")
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder or "."):
+                if found := named.fullmatch(name):
+                    return found[1]
+    if find_spec(package) is None:
+        return ""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def check_compatible(client: dict[str, str], worker: dict[str, str], where: str) -> list[str]:
+    """Raise if client and worker cannot work together; otherwise return warnings for the user."""
+    if client.get("protocol") != worker.get("protocol"):
+        raise VersionMismatchError(
+            f"{where} speaks protocol {worker.get('protocol')} (skyward "
+            f"{worker.get('skyward', '?')}), this end {client.get('protocol')} (skyward "
+            f"{client.get('skyward', '?')}); install the same skyward on both"
+        )
+    mine, theirs = client.get("python", "?"), worker.get("python", "?")
+    minor, their_minor = (".".join(version.split(".")[:2]) for version in (mine, theirs))
+    if minor != their_minor:
+        raise VersionMismatchError(
+            f"{where} runs Python {theirs}, this end Python {mine}: functions cannot travel "
+            f"between minor versions; ask for sky.Image(python={minor!r}) or run this script with "
+            f"Python {their_minor}"
+        )
+    if client.get("cloudpickle", "").split(".")[:1] != worker.get("cloudpickle", "").split(".")[:1]:
+        raise VersionMismatchError(
+            f"{where} has cloudpickle {worker.get('cloudpickle')}, this end "
+            f"{client.get('cloudpickle')}; install the same major version on both"
+        )
+    warnings = []
+    for package in ("numpy", "torch"):
+        mine, theirs = client.get(package, ""), worker.get(package, "")
+        if mine and theirs and mine.split(".")[0] != theirs.split(".")[0]:
+            warnings.append(
+                f"{where} has {package} {theirs}, this end {mine}: objects other than plain "
+                "arrays and tensors may not survive the trip"
+            )
+    return warnings

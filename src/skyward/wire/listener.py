@@ -18,13 +18,17 @@ from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import GREETING_LIMIT, FrameDecoder
 from skyward.wire.handshake import (
+    CLIENT,
     GREETING_SECONDS,
+    PEER,
     SESSION_UNKNOWN,
+    Credentials,
+    certified_name,
+    check_peer,
     host_and_port,
     keep_alive,
     with_tls,
 )
-from skyward.wire.identity import CLIENT, PEER, Credentials, certified_name, check_peer
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome

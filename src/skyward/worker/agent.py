@@ -21,7 +21,7 @@ from skyward import context, kernel
 from skyward.errors import PluginError, ProtocolError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.identity import Credentials
+from skyward.wire.handshake import Credentials, my_versions
 from skyward.wire.listener import Listener
 from skyward.wire.messages import (
     CloseDevice,
@@ -40,7 +40,6 @@ from skyward.wire.messages import (
     Shutdown,
     Topology,
 )
-from skyward.wire.versions import my_versions
 from skyward.worker import detached, hooks
 from skyward.worker.config import AgentConfig
 from skyward.worker.jobs import Jobs

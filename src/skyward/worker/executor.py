@@ -25,7 +25,7 @@ from skyward.state.link import worker_state
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
-from skyward.wire.identity import PEER, Credentials
+from skyward.wire.handshake import PEER, Credentials
 from skyward.wire.listener import Listener
 from skyward.wire.messages import (
     OBJECT_CALLS,

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from skyward import context
 from skyward.errors import SkywardError
 from skyward.wire.channel import ServiceConnection
-from skyward.wire.handshake import connect
-from skyward.wire.identity import PEER, Credentials, node_name
+from skyward.wire.handshake import PEER, Credentials, connect, node_name
 from skyward.wire.messages import Hello
 from skyward.worker.config import AgentConfig
 

@@ -18,8 +18,7 @@ from skyward.errors import BlobStoreFullError, ProtocolError, SkywardError
 from skyward.objects import memory
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.handshake import connect_once
-from skyward.wire.identity import PEER, Credentials
+from skyward.wire.handshake import PEER, Credentials, connect_once
 from skyward.wire.messages import Fetch, Hello, Part, Want
 from skyward.worker.arrivals import Arrival, Arrivals
 

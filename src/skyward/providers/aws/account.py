@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from skyward.errors import ConfigurationError, SkywardError, UnavailableError, UnreachableError
-from skyward.wire.versions import my_versions
+from skyward.wire.handshake import my_versions
 
 CONNECTIONS = 32
 ATTEMPTS = 5

@@ -41,7 +41,7 @@ from skyward.providers.ray.programs import (
     JobsApi,
 )
 from skyward.providers.ray.records import DriverAddress, Record
-from skyward.wire.identity import CLIENT, KEPT_LIFETIME, Authority
+from skyward.wire.handshake import CLIENT, KEPT_LIFETIME, Authority
 
 __all__ = ["Ray"]
 

@@ -14,7 +14,7 @@ import msgspec
 
 from skyward.errors import PoolError
 from skyward.providers import state_folder
-from skyward.wire.identity import Credentials
+from skyward.wire.handshake import Credentials
 
 
 class DriverAddress(msgspec.Struct, frozen=True):

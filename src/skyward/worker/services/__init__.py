@@ -34,7 +34,7 @@ from skyward.closing import Closing
 from skyward.errors import PoolError, ProtocolError, SkywardError
 from skyward.wire import messages
 from skyward.wire.channel import Bytes, Channel, next_part, part_of, whole_of
-from skyward.wire.identity import PEER
+from skyward.wire.handshake import PEER
 from skyward.wire.messages import Question, Reply, Size
 from skyward.worker.changes import ChangeListener
 from skyward.worker.config import AgentConfig
