@@ -16,7 +16,7 @@ from skyward.calls import relays
 from skyward.calls import streams as pool_streams
 from skyward.device import carrier, peers, pump
 from skyward.nodes import node
-from skyward.objects import blobs, memory
+from skyward.objects import memory
 from skyward.wire import frames, handshake, listener, messages
 from skyward.wire.link import incoming, large, outgoing, pair, records
 from skyward.worker import arrivals, relay
@@ -88,7 +88,7 @@ def test_the_header_is_as_described() -> None:
 
 
 def test_the_limits_are_those_of_the_code() -> None:
-    homes = (frames, handshake, listener, blobs, pool_streams)
+    homes = (frames, handshake, listener, memory, pool_streams)
     for name, value, _ in table("limit", "value", "meaning"):
         (actual,) = {repr(getattr(home, name)) for home in homes if hasattr(home, name)}
         assert actual == value, name

@@ -21,9 +21,18 @@ from skyward import kernel
 from skyward.calls.packer import Packer
 from skyward.errors import ProtocolError
 from skyward.objects import memory
-from skyward.objects.blobs import SEGMENTS_MAX, Blob, BlobStore, Mapped, Sources
 from skyward.objects.encoding import encode
-from skyward.objects.memory import CHUNK, GRANULE, Arena, Segment
+from skyward.objects.memory import (
+    CHUNK,
+    GRANULE,
+    SEGMENTS_MAX,
+    Arena,
+    Blob,
+    BlobStore,
+    Mapped,
+    Segment,
+    Sources,
+)
 
 MIB = 1 << 20
 

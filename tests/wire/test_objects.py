@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyward.objects import blobs, encoding, payloads
+from skyward.objects import encoding, memory, payloads
 from skyward.objects.exceptions import PortableException
 from skyward.wire.messages import Buffer
 
@@ -153,14 +153,14 @@ def test_functions_classes_and_closures_arrive_working(trip: Trip) -> None:
 
 def test_torch_is_not_imported_to_send_plain_data() -> None:
     code = (
-        "import sys; from skyward.objects import encoding, blobs;"
+        "import sys; from skyward.objects import encoding, memory;"
         "encoding.decode(b''.join(encoding.encode({'a': [1, b'x']}).pieces));"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@given(sizes=st.lists(st.sampled_from([0, 10, 5000, blobs.BLOB_MIN, 300_000]), max_size=6))
+@given(sizes=st.lists(st.sampled_from([0, 10, 5000, memory.BLOB_MIN, 300_000]), max_size=6))
 @settings(max_examples=25)
 def test_large_buffers_are_placed_elsewhere_and_found_again(sizes: list[int]) -> None:
     arrays = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
@@ -171,7 +171,7 @@ def test_large_buffers_are_placed_elsewhere_and_found_again(sizes: list[int]) ->
         return [Buffer(len(b), 3, b"%d" % i) for i, b in enumerate(buffers)]
 
     packed = payloads.pack(encoding.encode(arrays), large)
-    assert [len(one) for one in elsewhere] == [s for s in sizes if s >= blobs.BLOB_MIN]
+    assert [len(one) for one in elsewhere] == [s for s in sizes if s >= memory.BLOB_MIN]
     body = bytearray().join(packed.body)
     pieces = payloads.unpack(
         packed.payload, body, lambda ref: memoryview(elsewhere[int(ref.digest)])

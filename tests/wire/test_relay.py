@@ -13,7 +13,7 @@ import pytest
 
 from skyward.errors import BlobStoreFullError
 from skyward.objects import memory
-from skyward.objects.blobs import BlobStore
+from skyward.objects.memory import BlobStore
 from skyward.wire.channel import Channel
 from skyward.wire.handshake import PEER, Authority, node_name
 from skyward.wire.listener import Listener

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from skytorch.client.event import logger
-from skyward.nodes.usage import GpuUsage, NodeUsage
+from skyward.nodes.fleet import GpuUsage, NodeUsage
 
 INTERVAL_SECONDS = 1.0
 

@@ -27,7 +27,7 @@ from skyward.calls.streams import Feeder
 from skyward.calls.task import Standing, Task, timeout_error
 from skyward.errors import ProtocolError
 from skyward.objects import memory, payloads
-from skyward.objects.blobs import BlobStore, Mapped
+from skyward.objects.memory import BlobStore, Mapped
 from skyward.objects.payloads import Pieces
 from skyward.staff import Staff
 from skyward.wire.channel import Channel

@@ -18,9 +18,9 @@ from skyward.calls.relays import RELAY_MIN
 from skyward.errors import ConfigurationError
 from skyward.functions import Future, Pending
 from skyward.objects import encoding, memory
-from skyward.objects.blobs import BLOB_MIN, Blob, BlobStore, Sources
 from skyward.objects.encoding import Code, Encoded
 from skyward.objects.handles import Handle
+from skyward.objects.memory import BLOB_MIN, Blob, BlobStore, Sources
 
 if TYPE_CHECKING:
     from skyward.objects.encoding import Refer

@@ -49,14 +49,13 @@ from skyward.files.transfer import Synced
 from skyward.former import METHODS, explained, missing
 from skyward.functions import Function, Future, Pending, as_function, checked
 from skyward.groups import InstanceGroup
-from skyward.nodes.fleet import Fleet
+from skyward.nodes.fleet import Fleet, NodeUsage
 from skyward.nodes.kept import Adoption, ReachedPool, provider_of
 from skyward.nodes.node import NodeView
 from skyward.nodes.occupancy import check_jobs
 from skyward.nodes.records import KeptPool
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks
-from skyward.nodes.usage import NodeUsage
 from skyward.plugins.plugin import Plugin, entered
 from skyward.providers import AllocationKind, Provider
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker

@@ -7,10 +7,9 @@ from collections import Counter
 from skyward.compute.stats import done
 from skyward.console import html
 from skyward.console.measures import of_size, size
-from skyward.nodes.fleet import Fleet
+from skyward.nodes.fleet import Fleet, NodeUsage
 from skyward.nodes.node import NodeView
 from skyward.nodes.spec import PoolSpec
-from skyward.nodes.usage import NodeUsage
 from skyward.providers import money
 
 SHOWN_NODES = 32

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import queue
 import resource
 import secrets
 import threading
@@ -13,6 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -54,7 +57,6 @@ from skyward.nodes.occupancy import check_jobs
 from skyward.nodes.records import Journal, KeptNode, KeptPool, NoJournal
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks, read_stacks
-from skyward.nodes.usage import NodeUsage, UsageDesk
 from skyward.providers import Machine, Order, connecting
 from skyward.spec import Nodes, Options
 from skyward.state.link import OWNER, RemoteLink
@@ -64,6 +66,7 @@ from skyward.wire.messages import (
     Detach,
     DeviceDown,
     DeviceUp,
+    Measure,
     Message,
     NodeEnded,
     Prepared,
@@ -102,6 +105,32 @@ FILES_ROOM = 2
 """How many times what a pool may need is asked for: other pools may start at the same time."""
 FILES_DIALLED = 2
 """How many files a connection takes that a provider carries: both ends of a pair are here."""
+MEASURE_SECONDS = 3.0
+"""How long the client waits for a measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUsage:
+    """How busy one GPU is; `percent` is None if its driver does not say."""
+
+    name: str
+    percent: float | None
+    memory_used: int
+    memory_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUsage:
+    """How busy a node is; in a container, all of it is the container's share."""
+
+    cpu_percent: float
+    """Of all processors that the node may use, since the measurement before."""
+    memory_used: int
+    memory_total: int
+    gpus: tuple[GpuUsage, ...]
+    network_received: int = 0
+    """Bytes that the node has received since it was started, but for those from itself."""
+    network_sent: int = 0
 
 
 class Fleet:
@@ -168,7 +197,9 @@ class Fleet:
         )
         """Prepares the workers, and has them form groups."""
         self._state = RemoteLink(self._connect_to_state, f"the client (process {os.getpid()})")
-        self._usage = UsageDesk(self.roster.tell)
+        self._measurements = itertools.count(1)
+        self._measuring: dict[int, queue.SimpleQueue[Usage]] = {}
+        """Who waits for a measurement of an agent, by its number."""
         self.deliveries = Deliveries(spec.folders, spec.volumes, self.roster.service)
         """The folders that nodes get from the client."""
         # A node needs a new machine, or plugins, before it is ready.
@@ -678,7 +709,9 @@ class Fleet:
             case DeviceUp() | DeviceDown():
                 self.devices.heard(message)
             case Usage():
-                self._usage.heard(message)
+                waiting = self._measuring.get(message.number)
+                if waiting is not None:
+                    waiting.put(message)
             case NodeEnded():
                 self.keeper.note_end(node.index, message.by)
             case Written():
@@ -951,11 +984,30 @@ class Fleet:
 
     def usage(self, node: int) -> NodeUsage | None:
         """How busy a node is; None if it does not answer now."""
-        return self._usage.get(node)
+        return self.usages([node], MEASURE_SECONDS).get(node)
 
     def usages(self, nodes: Iterable[int], seconds: float) -> dict[int, NodeUsage]:
         """How busy these nodes are; those that do not answer in so many seconds are left out."""
-        return self._usage.get_all(nodes, seconds)
+        answers: queue.SimpleQueue[Usage] = queue.SimpleQueue()
+        asked: dict[int, int] = {}
+        found: dict[int, NodeUsage] = {}
+        deadline = time.monotonic() + seconds
+        try:
+            for node in nodes:
+                number = next(self._measurements)
+                self._measuring[number] = answers
+                asked[number] = node
+                if not self.roster.tell(node, Measure(number)):
+                    del asked[number], self._measuring[number]
+            while len(found) < len(asked):
+                told = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                found[asked[told.number]] = _usage(told)
+        except queue.Empty:
+            pass
+        finally:
+            for number in asked:
+                self._measuring.pop(number, None)
+        return found
 
 
 class Scaler:
@@ -1013,6 +1065,18 @@ class Scaler:
         if backlog and (not count or now - self._no_backlog > BACKLOG_SECONDS):
             return max(count, min(self._nodes.ceiling, count - coming + -(-backlog // slots)))
         return count if busy else self.target(count)
+
+
+def _usage(told: Usage) -> NodeUsage:
+    gpus = tuple(GpuUsage(*each) for each in told.gpus)
+    return NodeUsage(
+        told.cpu_percent,
+        told.memory_used,
+        told.memory_total,
+        gpus,
+        told.network_received,
+        told.network_sent,
+    )
 
 
 def beats_between_pings(nodes: int, orphan_timeout: float) -> int:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from skyward.errors import ProtocolError, RemoteError, TaskCancelledError
 from skyward.objects import encoding
-from skyward.objects.blobs import BLOB_MIN
 from skyward.objects.encoding import Encoded
 from skyward.objects.exceptions import add_note
-from skyward.objects.memory import ALIGNMENT
+from skyward.objects.memory import ALIGNMENT, BLOB_MIN
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.messages import INLINE, STREAMED, Buffer, Failure, Payload

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from skyward.objects import memory
-from skyward.objects.blobs import Blob, BlobStore
-from skyward.objects.memory import Segment
+from skyward.objects.memory import Blob, BlobStore, Segment
 
 PART = 4 << 20
 """How many bytes are lent at a time at most."""

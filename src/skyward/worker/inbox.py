@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from skyward.errors import ProtocolError
 from skyward.objects import memory, payloads
-from skyward.objects.blobs import BlobStore, Mapped
+from skyward.objects.memory import BlobStore, Mapped
 from skyward.objects.payloads import Pieces
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
