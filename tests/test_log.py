@@ -28,7 +28,7 @@ import skyward as sky
 from skyward import curves as logged
 from skyward import functions, listeners
 from skyward.calls.dispatch import CallTeller
-from skyward.compute.listening import Listening
+from skyward.compute import PoolListeners
 from skyward.curves import Curve, Curves
 from skyward.events import Event, EventStream, NumbersLogged, as_dict
 from skyward.wire import messages
@@ -517,8 +517,7 @@ def test_a_client_that_attaches_needs_no_tracker_of_the_pools_maker(
     options = replace(opened.spec.options, tensorboard="runs")
     monkeypatch.setattr(opened, "spec", replace(opened.spec, options=options))
     monkeypatch.setattr(opened.console, "note", notes.append)
-    listening = Listening(opened, None, attached=True)
-    listening.close()
+    PoolListeners(opened, None, attached=True).close()
     assert len(notes) == 1
     assert "pip install tensorboard" in notes[0]
 

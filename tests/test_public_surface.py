@@ -148,6 +148,14 @@ def test_the_module_that_offers_have_left_works_and_says_where_they_are() -> Non
     assert warned[0].filename == __file__
 
 
+def test_the_module_that_reach_has_left_works_and_says_where_it_is() -> None:
+    """`docs/pools.md` named it, for programs that ask agents."""
+    with pytest.warns(DeprecationWarning, match=r"attaching is skyward\.compute now") as warned:
+        from skyward.compute.attaching import reach
+    assert reach is sys.modules["skyward.compute"].reach
+    assert warned[0].filename == __file__
+
+
 def test_nothing_of_ours_uses_a_name_that_has_left_the_top() -> None:
     left = "|".join([*sorted(set(ERRORS) - set(PUBLIC)), *sky._MOVED])
     old = re.compile(rf"\bsky\.(?:{left})\b")

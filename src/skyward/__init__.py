@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from skyward import plugins as plugins
     from skyward.classes import cls as cls
     from skyward.compute import Compute as Compute
-    from skyward.compute.attaching import attach as attach
+    from skyward.compute import attach as attach
     from skyward.compute.choice import Spec as Spec
     from skyward.compute.offers import offers as offers
     from skyward.compute.post_mortem import post_mortem as post_mortem
@@ -79,8 +79,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "classes": ("cls",),
-    "compute": ("Compute",),
-    "compute.attaching": ("attach",),
+    "compute": ("Compute", "attach"),
     "compute.choice": ("Spec",),
     "compute.post_mortem": ("post_mortem",),
     "compute.offers": ("offers",),

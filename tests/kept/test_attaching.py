@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.compute.attaching import reach
+from skyward.compute import reach
 from skyward.nodes import records
 from skyward.wire.handshake import CLIENT, Authority, connect, node_name
 from skyward.wire.messages import Hello

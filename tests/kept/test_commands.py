@@ -252,10 +252,10 @@ def test_a_client_with_an_imported_record_does_not_undo_down(
 def test_a_pool_is_stopped_and_started_again(bench: str, script: Script) -> None:
     killed = script(
         f"""
-        from skyward.compute import attaching
+        from skyward import compute
         from skyward.nodes import occupancy
         occupancy.clean = lambda *_: os.kill(os.getpid(), 9)
-        attaching.stop_pool({bench!r}, force=False)
+        compute.stop_pool({bench!r}, force=False)
         """
     )
     killed.communicate(timeout=PATIENCE)

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 import skyward as sky
 from skyward.cli.main import sky as command
-from skyward.compute.attaching import reach
+from skyward.compute import reach
 from skyward.compute.workbench.commands import NodeCommand
 from skyward.nodes import records
 from skyward.worker import detached

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import skyward as sky
-from skyward.compute.attaching import reach
+from skyward.compute import reach
 from skyward.compute.workbench.head_page import ForwardedPort, HeadPage, stop_page
 from skyward.nodes import records
 from skyward.nodes.kept import ReachedPool

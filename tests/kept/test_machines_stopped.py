@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 import skyward as sky
+from skyward import compute
 from skyward.closing import Closing
-from skyward.compute import attaching
 from skyward.nodes import kept, occupancy, records
 from skyward.nodes.records import KeptNode, KeptPool, NoJournal
 from skyward.providers import Allocation, Capabilities
@@ -74,7 +74,7 @@ def record(home: Path) -> KeptPool:
 
 def use(monkeypatch: pytest.MonkeyPatch, *machines: Stopped) -> Cloud:
     cloud: Any = Cloud(*machines)
-    for module in (kept, attaching, occupancy):
+    for module in (kept, compute, occupancy):
         monkeypatch.setattr(module, "provider_of", lambda record: cloud)
     return cast(Cloud, cloud)
 
@@ -176,9 +176,9 @@ def test_it_is_started_as_a_pool_that_was_stopped(
         begun.append(record)
         raise sky.errors.PoolError("enough")
 
-    monkeypatch.setattr(attaching.Compute, "_again", again)
+    monkeypatch.setattr(compute.Compute, "_again", again)
     with pytest.raises(sky.errors.PoolError, match="enough"):
-        attaching.start_pool("cloud")
+        compute.start_pool("cloud")
     assert begun == [records.read("cloud")]
     assert (begun[0].stopped, begun[0].count, begun[0].nodes) == (True, 2, [])
     records.forget("cloud")

@@ -18,7 +18,7 @@ import pytest
 
 import skyward as sky
 from skyward import kernel
-from skyward.compute.attaching import reach
+from skyward.compute import reach
 from skyward.compute.workbench.jobs import start_script
 from skyward.nodes import records
 from skyward.nodes.kept import PoolKeeper

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import skyward as sky
 from skyward.cli.main import sky as command
-from skyward.compute.attaching import reach
+from skyward.compute import reach
 from skyward.nodes import records
 from skyward.nodes.occupancy import occupancy
 from skyward.worker import detached

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import skyward as sky
+from skyward import compute
 from skyward.closing import Closing
-from skyward.compute import attaching
 from skyward.nodes.cleanup import Cleaned, halt
 from skyward.providers import Allocation, Capabilities
 
@@ -51,15 +51,15 @@ def start(monkeypatch: pytest.MonkeyPatch, journalled: object) -> sky.errors.Poo
         return Failing()
 
     cleaned = Cleaned("p1", "train", (), ("m1: the provider refused",))
-    monkeypatch.setattr(attaching.records, "read", lambda name: RECORD)
-    monkeypatch.setattr(attaching.records, "names", lambda: ["train"])
-    monkeypatch.setattr(attaching, "provider_of", lambda record: Shop())
-    monkeypatch.setattr(attaching.Compute, "_again", again)
-    monkeypatch.setattr(attaching, "Journal", lambda: None)
-    monkeypatch.setattr(attaching, "recorded_pools", lambda journal: journalled)
-    monkeypatch.setattr(attaching, "halt", lambda *_: cleaned)
+    monkeypatch.setattr(compute.records, "read", lambda name: RECORD)
+    monkeypatch.setattr(compute.records, "names", lambda: ["train"])
+    monkeypatch.setattr(compute, "provider_of", lambda record: Shop())
+    monkeypatch.setattr(compute.Compute, "_again", again)
+    monkeypatch.setattr(compute, "Journal", lambda: None)
+    monkeypatch.setattr(compute, "recorded_pools", lambda journal: journalled)
+    monkeypatch.setattr(compute, "halt", lambda *_: cleaned)
     with pytest.raises(sky.errors.PoolError, match="no machine came up") as caught:
-        attaching.start_pool("train")
+        compute.start_pool("train")
     return caught.value
 
 
@@ -77,10 +77,10 @@ def test_a_start_that_fails_says_why_without_a_journal(monkeypatch: pytest.Monke
 
 def test_a_provider_that_does_not_stop_a_pool_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     running = SimpleNamespace(**{**vars(RECORD), "stopped": False})
-    monkeypatch.setattr(attaching.records, "read", lambda name: running)
-    monkeypatch.setattr(attaching, "provider_of", lambda record: Shop())
+    monkeypatch.setattr(compute.records, "read", lambda name: running)
+    monkeypatch.setattr(compute, "provider_of", lambda record: Shop())
     with pytest.raises(sky.errors.PoolError) as caught:
-        attaching.stop_pool("train", force=False)
+        compute.stop_pool("train", force=False)
     assert str(caught.value) == (
         "train: the shop is closed; `sky down train` ends it, `sky up train` makes it anew"
     )
@@ -116,8 +116,8 @@ def test_what_has_found_the_machines_of_a_pool_that_cannot_be_read_is_ended(
         raise sky.errors.PoolError("a plugin of it is not there")
 
     reached = Reached()
-    monkeypatch.setattr(attaching, "reach", lambda name, forget: reached)
-    monkeypatch.setattr(attaching.Compute, "_again", again)
+    monkeypatch.setattr(compute, "reach", lambda name, forget: reached)
+    monkeypatch.setattr(compute.Compute, "_again", again)
     with pytest.raises(sky.errors.PoolError, match="a plugin of it is not there"):
         sky.attach("train")
     assert (reached.given_out, reached.closed) == (False, True)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import skyward as sky
 from skyward.cli.main import sky as command
-from skyward.compute.attaching import reach
+from skyward.compute import reach
 from skyward.nodes import records
 
 from .ssh_hosts import Sshd

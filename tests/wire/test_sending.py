@@ -36,7 +36,7 @@ def begin(sending: Sending, lane: Any) -> threading.Event:
 @pytest.fixture
 def sending(monkeypatch: pytest.MonkeyPatch) -> Sending:
     """Two threads that send to executors within reach."""
-    monkeypatch.setattr("skyward.calls.lane.MOST", 2)
+    monkeypatch.setattr("skyward.calls.lane.SENDS_AT_ONCE", 2)
     return Sending()
 
 

@@ -21,7 +21,7 @@ from typing import Literal
 import psutil
 
 from skyward import __version__
-from skyward.compute.attaching import reach
+from skyward.compute import reach
 from skyward.compute.configured import arguments_of
 from skyward.console.measures import size
 from skyward.device import torch_build

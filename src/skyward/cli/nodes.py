@@ -241,7 +241,7 @@ def _opened(opened: contextlib.ExitStack, given: str) -> tuple[FilePlace, str]:
 def reached(name: str) -> ReachedPool:
     """The pool of that name; the caller closes it."""
     # Imported here, as in every command: help and completion need none of it.
-    from skyward.compute.attaching import reach
+    from skyward.compute import reach
 
     return reach(name)
 

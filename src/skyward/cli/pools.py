@@ -361,7 +361,7 @@ def stop(name: str, force: bool) -> None:
     are made anew; hosts and this machine stay as they are. The list of jobs, their output, and
     results of calls by name go: fetch what you need first.
     """
-    from skyward.compute.attaching import stop_pool
+    from skyward.compute import stop_pool
 
     stopped = stop_pool(name, force=force)
     cleaned = stopped.cleaned
@@ -389,7 +389,7 @@ def stop(name: str, force: bool) -> None:
 @click.argument("name", shell_complete=names.kept_pools)
 def start(name: str) -> None:
     """Start the pool NAME again, as it was before `sky stop NAME`."""
-    from skyward.compute.attaching import start_pool
+    from skyward.compute import start_pool
 
     count = start_pool(name)
     if output.wants_json():

@@ -1,4 +1,7 @@
-"""`Compute`: the set of machines on which a user runs functions."""
+"""`Compute`: the set of machines on which a user runs functions.
+
+A kept pool is attached to from any process of its user, stopped, and started again.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextvars import Token
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
-from skyward import functions
+import msgspec
+
+from skyward import bootstrap, functions
 from skyward.accelerators import Accelerator
 from skyward.calls.flow import Crowd, Flow, Results
 from skyward.calls.task import Task
@@ -28,45 +34,57 @@ from skyward.compute.broadcasts import broadcast
 from skyward.compute.choice import Candidate, Choose, Failures, Spec, check_choice, ordered
 from skyward.compute.configured import arguments_of
 from skyward.compute.kept_values import KeptValue, KeptValues, check_name
-from skyward.compute.listening import Listening, OnEvent, check_callback
 from skyward.compute.named import NamedCall, NamedCalls
 from skyward.compute.objects import make, make_everywhere, make_later
 from skyward.compute.snapshot import snapshot, unstarted
 from skyward.compute.stats import Stats, done, quoted, readiness, stats_of, without_end
 from skyward.console import console_for
 from skyward.console.plain import Quiet
+from skyward.context import POOL_VARIABLE
 from skyward.errors import (
     ConfigurationError,
     NoDeviceError,
     PluginError,
     PoolClosedError,
+    PoolError,
     SkywardError,
     UnavailableError,
     UnreachableError,
 )
-from skyward.events import PoolClosed, PoolReady, PoolStarted
+from skyward.events import Event, PoolClosed, PoolReady, PoolStarted
 from skyward.files.transfer import Synced
 from skyward.former import METHODS, explained, missing
 from skyward.functions import Function, Future, Pending, as_function, checked
 from skyward.groups import InstanceGroup
+from skyward.listeners import EventListener, json_log
+from skyward.nodes import records
+from skyward.nodes.cleanup import REMOVE_SECONDS, Cleaned, halt
 from skyward.nodes.fleet import Fleet, NodeUsage
-from skyward.nodes.kept import Adoption, ReachedPool, provider_of
+from skyward.nodes.kept import Adoption, ReachedPool, note_pool, provider_of, stopped_machines
 from skyward.nodes.node import NodeView
-from skyward.nodes.occupancy import check_jobs
-from skyward.nodes.records import KeptPool
+from skyward.nodes.occupancy import check_jobs, end, recorded_pools
+from skyward.nodes.records import Journal, KeptPool, PoolRecord
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks
+from skyward.page.door import door
+from skyward.page.hub import hub
 from skyward.plugins.plugin import Plugin, entered
-from skyward.providers import AllocationKind, Provider
+from skyward.providers import AllocationKind, Provider, Stopper, providers_with, stops
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
 from skyward.state.link import StateLink
 
 if TYPE_CHECKING:
     import torch
 
+    from skyward.page.server import PageServer
+
 T = TypeVar("T")
+OnEvent = Callable[[Event], object]
 On = int | Literal["head"] | None
 E = TypeVar("E", bound=BaseException)
+OWN_MACHINES = ("local", "ssh")
+"""The providers whose machines are the user's own: without its workers, a pool costs nothing."""
+LOG_VARIABLE = "SKYWARD_LOG"
 _KIND = re.compile(r"[a-z]+(:[0-9]+)?")
 
 _OURS = (
@@ -127,7 +145,7 @@ class Compute:
         keep: bool | float = False,
         on_event: OnEvent | None = None,
     ) -> None:
-        check_callback(on_event)
+        _check_callback(on_event)
         spec, plugins = resolve(
             provider=provider,
             nodes=nodes,
@@ -171,7 +189,7 @@ class Compute:
         self._was_ready = False
         self._around = contextlib.ExitStack()
         """What the plugins have entered for the client."""
-        self._listening: Listening | None = None
+        self._listeners: PoolListeners | None = None
         """Who is told of what happens; None before the start and after the end."""
         self._ended = False
         """Whether the pool's last line has been shown."""
@@ -395,7 +413,7 @@ class Compute:
         spec, console, is_new = self._spec, fleet.console, adoption is None
         started = time.monotonic()
         count = spec.nodes.desired if adoption is None else len(adoption.machines)
-        self._listening = Listening(fleet, self._on_event, attached=not is_new)
+        self._listeners = PoolListeners(fleet, self._on_event, attached=not is_new)
         fleet.events.emit(PoolStarted, spec.provider.name, count)
         doing = f"starting {quoted(spec)}" if is_new else "attaching"
         console.begin(f"{spec.name}: {doing}", count)
@@ -467,10 +485,10 @@ class Compute:
             kept = f"it is kept, until `sky down {self.name}`"
         else:
             fleet.close(seconds)
-        listening, self._listening = self._listening, None
-        if listening is not None:
+        listeners, self._listeners = self._listeners, None
+        if listeners is not None:
             fleet.events.emit(PoolClosed, fleet.ledger.cost)
-            listening.close()
+            listeners.close()
         if not self._ended:
             self._ended = True
             fleet.console.close(self._last_line(fleet, kept))
@@ -928,10 +946,10 @@ class Compute:
 
         >>> print(compute.ui())
         """
-        listening = None if self._open_fleet.closed else self._listening
-        if listening is None:
+        listeners = None if self._open_fleet.closed else self._listeners
+        if listeners is None:
             raise PoolClosedError(f"{self.name} is closed; its page ended with it")
-        return listening.serve_page(host, port)
+        return listeners.serve_page(host, port)
 
     def __repr__(self) -> str:
         if "_fleet" not in vars(self):
@@ -997,3 +1015,221 @@ def _disown() -> None:
 
 
 os.register_at_fork(after_in_child=_disown)
+
+
+class PoolListeners:
+    """The listeners of one pool, and the pool's place on the pages of this process and `sky ui`."""
+
+    def __init__(self, fleet: Fleet, on_event: OnEvent | None, *, attached: bool = False) -> None:
+        """The options of a pool that one is `attached` to are those of the client that made it."""
+        self._fleet = fleet
+        self._listeners: list[EventListener] = []
+        self._server: PageServer | None = None
+        options, note = fleet.spec.options, fleet.console.note
+        try:
+            if (folder := options.tensorboard) is not None:
+                fleet.dispatcher.teller.tracking.write_to(folder)
+        except ConfigurationError as problem:
+            if not attached:
+                raise
+            note(f"{fleet.spec.name}: {problem}")
+        log = options.log or os.environ.get(LOG_VARIABLE)
+        if log:
+            self._listeners.append(json_log(log, note))
+        if on_event is not None:
+            self._listeners.append(EventListener("on_event", on_event, note))
+        for listener in self._listeners:
+            fleet.events.add(listener.take)
+        hub.add(fleet)
+        door.enter()
+
+    def serve_page(self, host: str, port: int) -> str:
+        """Serve a page, once, and return its URL."""
+        # Imported here: few pools are looked at, and an HTTP server takes 20 ms to import.
+        from skyward.page.server import PageServer
+
+        if self._server is None:
+            self._server = PageServer(hub, host, port)
+            hub.hold()
+        return self._server.url
+
+    def close(self) -> None:
+        """Give the listeners the last events, end their threads, and show the pool no more."""
+        for listener in self._listeners:
+            self._fleet.events.remove(listener.take)
+            listener.close()
+        self._listeners.clear()
+        self._fleet.dispatcher.teller.tracking.close()
+        hub.remove(self._fleet)
+        door.leave()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+            hub.release()
+
+
+def _check_callback(on_event: OnEvent | None) -> None:
+    """Refuse what cannot be called with an event."""
+    if on_event is not None and not callable(on_event):
+        raise ConfigurationError(
+            f"Compute(on_event={on_event!r}): give a function that takes an event of sky.events"
+        )
+
+
+def attach(name: str | None = None, *, on_event: OnEvent | None = None) -> Compute:
+    """Connect to a kept pool, and return a `Compute` on it.
+
+    The pool was made by `sky up NAME` or by `Compute(name=..., keep=True)`. Leaving the block, or
+    the end of the process, leaves the pool as it is. Without a name, it is the pool on which this
+    process runs. `on_event` is as for `Compute`.
+
+    >>> with sky.attach("train") as compute:
+    ...     result = train(model) >> compute
+    """
+    _check_callback(on_event)
+    try:
+        with reach(_named(name), forget=True) as reached:
+            return Compute._attach(reached, on_event)
+    except PoolError as problem:
+        raise shown_from_outside(problem) from problem.__cause__
+
+
+def reach(name: str, *, forget: bool = False) -> ReachedPool:
+    """A kept pool, for its services alone: `pool.service(0, "about")`.
+
+    With `forget`, the record of a pool whose machines are gone is removed.
+    """
+    record = records.read(name)
+    if record.stopped:
+        _check_stopped(record)
+        raise PoolError(f"{name} is stopped; `sky start {name}` starts it again")
+    return ReachedPool(record, forget=forget)
+
+
+def _named(name: str | None) -> str:
+    found = name or os.environ.get(POOL_VARIABLE)
+    if not found or not isinstance(found, str):
+        raise ConfigurationError(
+            f"attach({name!r}): give the name of a kept pool, such as `sky ps` lists; "
+            f"only a script that runs on such a pool ({POOL_VARIABLE}) may leave it out"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedPool:
+    """What became of a pool that was stopped."""
+
+    cleaned: Cleaned
+    """What came back from the nodes, and what did not."""
+    hourly_cost: float | None
+    """What it costs while it is stopped, in US dollars; None if nobody knows."""
+
+
+def stop_pool(name: str, *, force: bool) -> StoppedPool:
+    """End the agents and workers of a pool, stop its machines, and keep its record."""
+    record = records.read(name)
+    if record.stopped and not record.ending:
+        raise PoolError(f"{name} is stopped already; `sky start {name}` starts it again")
+    if record.provider not in OWN_MACHINES:
+        _check_stops(record)
+    journal = Journal()
+    note_pool(journal, record)
+    journalled = _journalled(journal, record)
+    if journalled is None:
+        raise PoolError(f"{name} has just ended; `sky ps` shows the pools that are left")
+    cleaned = end(journal, journalled, record, force=force, stop=True)
+    if cleaned.failures:
+        raise PoolError(f"{name} was not stopped as a whole: {'; '.join(cleaned.failures)}")
+    costs = [pool.hourly_cost for pool in journal.pools() if pool.id == record.id]
+    return StoppedPool(cleaned, costs[0] if costs else None)
+
+
+def _check_stopped(record: KeptPool) -> None:
+    """Refuse a pool of which agents may run, though its record says that they are to end."""
+    if record.ending:
+        name = record.name
+        raise PoolError(
+            f"{name} is being stopped, or was not stopped as a whole; if nobody does that now, "
+            f"`sky stop {name}` goes on with it, and `sky down {name}` removes it"
+        )
+
+
+def _check_stops(record: KeptPool) -> None:
+    """Refuse a pool whose machines cannot be stopped."""
+    provider, name = provider_of(record), record.name
+    advice = f"`sky down {name}` ends it, `sky up {name}` makes it anew"
+    if not stops(provider):
+        able = ", ".join(sorted({*OWN_MACHINES, *providers_with(stops)}))
+        raise PoolError(
+            f"{name}: the provider {record.provider} cannot stop a pool and keep its machines; "
+            f"those that can are {able}. {advice}"
+        )
+    try:
+        asyncio.run(provider.check_stop(record.id))
+    except PoolError as problem:
+        raise PoolError(f"{name}: {problem}; {advice}") from None
+
+
+def start_pool(name: str) -> int:
+    """Start a stopped pool again, and return the number of its nodes."""
+    record = records.read(name)
+    provider = provider_of(record)
+    _check_stopped(record)
+    if not record.stopped:
+        if not stopped_machines(record, provider):
+            raise PoolError(f"{name} is not stopped; `sky attach {name}` says who uses it")
+        record = _noted_as_stopped(record)
+    compute = Compute._again(record)
+    try:
+        with compute:
+            nodes = [view.node for view in compute.nodes]
+    except BaseException as problem:
+        if stops(provider):
+            _stop_again(record, provider, problem)
+        if name not in records.names():
+            records.write(record)
+        raise
+    if stops(provider):
+        asyncio.run(_remove_others(provider, record.id, nodes))
+    return len(nodes)
+
+
+def _stop_again(record: KeptPool, provider: Stopper, problem: BaseException) -> None:
+    """Stop what a start that failed has started; tell with its problem what could not be."""
+    journal = Journal()
+    journalled = _journalled(journal, record)
+    if journalled is None:
+        return
+    failures = halt(journal, journalled, provider).failures
+    if failures:
+        problem.add_note(
+            f"machines of {record.name} may be running still: {'; '.join(failures)}; "
+            f"`sky down {record.name}` removes them"
+        )
+
+
+def _noted_as_stopped(record: KeptPool) -> KeptPool:
+    """Write down that a pool is stopped: its machines were, or have ended by themselves."""
+    count = len(record.nodes) or record.count
+    stopped = msgspec.structs.replace(record, nodes=[], stopped=True, count=count)
+    with records.changing(record.name):
+        records.write(stopped)
+    return stopped
+
+
+async def _remove_others(provider: Stopper, pool: str, nodes: list[int]) -> None:
+    """Remove machines that are stopped, and whose numbers no node has any more."""
+    allocation = provider.allocate(pool)
+    try:
+        for machine in await allocation.find():
+            if machine.node not in nodes:
+                await bootstrap.take_down(machine, pool, REMOVE_SECONDS)
+                Journal().gone(pool, machine.node)
+    finally:
+        await allocation.close()
+
+
+def _journalled(journal: Journal, record: KeptPool) -> PoolRecord | None:
+    found = (each for each, kept in recorded_pools(journal) if kept and kept.id == record.id)
+    return next(found, None)

@@ -25,7 +25,7 @@ from skyward import context
 from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import Answer, Failed, Streaming, Task, Value
-from skyward.compute.attaching import attach
+from skyward.compute import attach
 from skyward.compute.broadcasts import Ranks, first_failed, run_ranks
 from skyward.compute.named import CallFacts, Facts
 from skyward.context import Output

@@ -126,7 +126,7 @@ def _readable(secret: str) -> Iterator[str]:
 class Authority:
     """A pool's certificate authority: only the client has its key, in memory.
 
-    The key of a pool that stays is also in the pool's record, for the next client.
+    The key of a kept pool is also in the pool's record, for the next client.
     """
 
     def __init__(
