@@ -69,7 +69,7 @@ WRONG: list[tuple[str, str, dict[str, Any]]] = [
     ("jobs", "look", {"job": "../../etc", "kind": "call"}),
     ("jobs", "look", {"job": "x", "kind": "runner"}),
     ("jobs", "forget", {}),
-    ("jobs", "readable", {"since": -1}),
+    ("jobs", "ends", {"since": -1}),
     ("jobs", "serve", {"client": 3}),
     ("jobs", "serve", {"job": "x"}),
     ("jobs", "follow", {"job": "x", "log": "../job.json"}),

@@ -411,7 +411,7 @@ def test_an_earlier_end_does_not_settle_a_later_call_of_the_same_name(
     assert compute.submit(place(), name="again", on=0).result() == 0
     compute.forget("again")
     future = compute.submit(wait_for(str(gate)), name="again")
-    compute._calls._settle_told("again")
+    compute._calls._settle("again")
     assert not future.done()
     gate.touch()
     assert future.result() == "through the gate"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ from skyward.worker import jobs, output_log
 from skyward.worker.config import AgentConfig
 from skyward.worker.jobs import Job, Jobs
 from skyward.worker.program import RunningProgram
+from skyward.worker.services.jobs import ends
 
 from ..conftest import PATIENCE
 
@@ -32,8 +35,9 @@ def run(kept: Jobs, name: str, *command: str) -> Job:
     return kept.start(kept.begin(name), list(command))
 
 
-def call(kept: Jobs, name: str, runner: str = "true") -> Job:
-    return kept.start(kept.begin(name, "call"), [runner], by="me", function="train")
+def call(kept: Jobs, name: str, *runner: str) -> Job:
+    command = list(runner) or ["sleep", "600"]
+    return kept.start(kept.begin(name, "call"), command, by="me", function="train")
 
 
 def test_a_long_output_loses_its_beginning_and_says_so(
@@ -115,7 +119,7 @@ def test_a_program_that_starts_keeps_nobody_waiting_who_looks_at_jobs(
             super().__init__(*args)
 
     monkeypatch.setattr(jobs, "RunningProgram", SlowProgram)
-    call(kept, "run", "sh")
+    call(kept, "run")
     kept.find_or_start("page", "page", ["sleep", "600"])
     assert found == [True, True]
 
@@ -127,7 +131,7 @@ def test_a_call_that_was_cancelled_does_not_run_though_its_runner_was_not_told(
         def send(self, *args: object) -> None:
             raise BrokenPipeError
 
-    kept.start(kept.begin("run", "call"), ["sleep", "600"], function="train")
+    call(kept, "run")
     (runner,) = kept.all(("runner",))
     assert kept.serve(Gone(), runner.id)  # type: ignore[arg-type]
     kept.cancel("run")
@@ -145,7 +149,7 @@ def test_calls_whose_next_runner_does_not_start_are_told(
     class Orders:
         def send(self, *args: object) -> None: ...
 
-    kept.start(kept.begin("run", "call"), ["sleep", "600"], function="train")
+    call(kept, "run")
     (runner,) = kept.all(("runner",))
     assert kept.serve(Orders(), runner.id)  # type: ignore[arg-type]
 
@@ -163,7 +167,7 @@ def test_jobs_that_serve_others_are_listed_too(kept: Jobs) -> None:
     kept.find_or_start("page", "page", ["{python}", "-P", "-m", "skyward.page.server", "runs"])
     command = "sleep 300 & sleep 600"
     daemon = kept.start(kept.begin("plugin", "daemon"), ["/bin/sh", "-c", command])
-    kept.start(kept.begin("run", "call"), ["sleep", "600"], function="train")
+    call(kept, "run")
     assert [each.id for each in kept.all()] == ["fit-1", "page-1", "plugin-1", "run"]
     shown = [(kind, command) for _, kind, *_, command in map(job_row, kept.all())]
     served = ("page", "skyward.page.server runs")
@@ -198,7 +202,7 @@ def test_a_job_whose_folder_cannot_be_made_is_not_there(kept: Jobs, tmp_path: Pa
 
 
 def test_an_end_that_cannot_be_written_is_told_all_the_same(kept: Jobs) -> None:
-    job = call(kept, "run", "sh")
+    job = call(kept, "run")
     Path(job.folder, "job.json").unlink()
     Path(job.folder, "job.json").mkdir()  # nothing can be renamed to it
     kept.report("run", "failed", "no room", streams=False)
@@ -214,7 +218,7 @@ def test_a_call_whose_runner_does_not_start_is_not_there(kept: Jobs) -> None:
         call(kept, "run", "nothing")
     with pytest.raises(PoolError, match="there is no call named 'run'"):
         kept.get("run", "call")
-    assert kept.start(kept.begin("run", "call"), ["sleep", "600"], function="f").state == "queued"
+    assert call(kept, "run").state == "queued"
 
 
 def test_a_job_that_is_given_up_twice_is_not_a_later_one_of_its_name(kept: Jobs) -> None:
@@ -227,11 +231,27 @@ def test_a_job_that_is_given_up_twice_is_not_a_later_one_of_its_name(kept: Jobs)
 
 
 def test_a_call_whose_runner_does_not_come_up_is_lost(kept: Jobs) -> None:
-    assert (
-        kept.start(kept.begin("run", "call"), ["sh", "-c", "echo no torch"], function="f").kind
-        == "call"
-    )
-    count, found = kept.readable_since(0, 60.0)
-    assert (count, found) == (1, ["run"])
+    assert call(kept, "run", "sh", "-c", "echo no torch").kind == "call"
+    kept.ran("run")
     problem = "the process that runs calls did not come up; it wrote:\nno torch"
     assert (kept.get("run").state, kept.get("run").problem) == ("lost", problem)
+
+
+def test_ends_of_calls_are_told_once_and_also_that_one_is_gone(kept: Jobs) -> None:
+    caller: Any = SimpleNamespace(node=SimpleNamespace(jobs=kept), looks=lambda: repeat(None))
+    call(kept, "long")
+    told = ends(caller)
+    assert next(told) == ([], ())
+    for name in ("short", "gone"):
+        call(kept, name)
+        kept.report(name, "done", "", streams=False)
+    kept.report("long", "running", "", streams=True)
+    kept.forget("gone")
+    assert next(told) == (["long", "short"], ())
+    kept.forget("short")
+    assert next(told) == (["short"], ())
+    kept.report("long", "done", "", streams=False)
+    kept.forget("long")
+    call(kept, "long")
+    assert next(told) == (["long"], ()), "that one is another call"
+    told.close()

@@ -187,7 +187,13 @@ class NamedCalls:
             view = self.look(name)
             waiting.began = view.began
             if _is_readable(view):
-                self._settle_or_watch(name)
+                self._settle(name)
+        except NodeLostError:
+            with self._lock:
+                connection = self._connection
+            if connection is not None:
+                # With another connection, the watcher looks at all calls.
+                connection.channel.abort()
         except BaseException:
             self._take(name, future)
             raise
@@ -297,22 +303,23 @@ class NamedCalls:
 
     def _watch(self) -> None:
         """Settle futures as their calls end, until there are none."""
-        since: int | None = None
         deadline = 0.0
         while self._goes_on():
             try:
                 with self._asking() as agent:
                     with self._lock:
                         self._connection = agent
-                    told = agent.ask("readable", since=None)
-                    since = int(told["since"])
-                    self._settle_ended()
+                    agent.send("ends")
+                    agent.next_reply()
+                    # Those that have ended before anybody here was told of ends.
+                    names = list(self._futures)
                     deadline = 0.0
-                    while self._goes_on():
-                        told = agent.ask("readable", since=since)
-                        since = int(told["since"])
-                        for name in told["names"]:
-                            self._settle_told(name)
+                    while True:
+                        for name in names:
+                            self._settle(name)
+                        if not self._goes_on():
+                            return
+                        names = agent.next_reply().value
             except SkywardError as problem:
                 # The way there may be cut for a moment, or the node is started again.
                 deadline = deadline or time.monotonic() + AGAIN_SECONDS
@@ -347,40 +354,12 @@ class NamedCalls:
                 self._watching.start()
             return True
 
-    def _settle_ended(self) -> None:
-        """Settle the futures of calls that have ended, or that a new agent does not know."""
-        for name in list(self._futures):
-            try:
-                self._settle(name)
-            except ConfigurationError as problem:
-                self._fail(name, _lost(0, problem))
-
-    def _settle_told(self, name: str) -> None:
-        """Settle the futures of a call whose end was told; it may be forgotten already."""
-        try:
-            self._settle(name)
-        except ConfigurationError as problem:
-            self._fail(name, problem)
-
-    def _settle_or_watch(self, name: str) -> None:
-        """Settle the futures of a call that has ended, or have the watcher try again."""
-        try:
-            self._settle(name)
-        except NodeLostError:
-            with self._lock:
-                connection = self._connection
-            if connection is not None:
-                # With another connection it looks at all calls.
-                connection.channel.abort()
-
     def _settle(self, name: str) -> None:
-        """Settle the futures of a call if it has ended: a told end may be that of an earlier one.
+        """Settle the futures of a call that has ended, or is gone.
 
-        Also if it streams: then they have the items as these come. If the result cannot be fetched
-        now, they wait on.
+        Also if it streams: then they have the items as these come. If it goes on, or if the result
+        cannot be fetched now, they wait on.
         """
-        if name not in self._futures or not _is_readable(self.look(name)):
-            return
         with self._lock:
             waiting = self._futures.pop(name, [])
         try:
@@ -390,6 +369,9 @@ class NamedCalls:
                 if not _is_readable(view):
                     return
                 self._set(waiting.pop(0), view, block)
+        except ConfigurationError as problem:
+            gone, waiting = waiting, []
+            _fail(gone, _forgotten(name, problem))
         finally:
             if waiting and not self._add(name, waiting):
                 _fail(waiting, _left(name))
@@ -424,7 +406,7 @@ class NamedCalls:
         """Settle a future with what came of a call."""
         try:
             if waiting.began not in (None, view.began):
-                raise PoolError(f"{view.id} was forgotten before its result was here")
+                raise _forgotten(view.id, None)
             value = self._decoded(view, block)
         except BaseException as problem:
             _fail([waiting], problem)
@@ -580,6 +562,12 @@ def _without_result(view: Job) -> SkywardError:
     if view.state == "lost":
         return WorkerDiedError(f"{view.id} is lost: {view.problem}; forget it, and submit it again")
     return PoolError(f"{view.id} has no result: {view.problem}")
+
+
+def _forgotten(name: str, problem: BaseException | None) -> PoolError:
+    """A call is not there any more, or another one has its name."""
+    told = f": {problem}" if problem is not None else ""
+    return PoolError(f"{name} was forgotten before its result was here{told}")
 
 
 def _lost(head: int, problem: BaseException) -> NodeLostError:

@@ -114,8 +114,6 @@ class Jobs:
         self._changed = threading.Condition(threading.RLock())
         self._jobs: dict[str, Job] = {}
         self._live: dict[str, _Live] = {}
-        self._readable: list[str] = []
-        """The calls that have ended, or whose items come, in this order."""
         self._runner = ""
         """The job that runs calls, or starts to."""
         self._orders: Channel | None = None
@@ -201,16 +199,15 @@ class Jobs:
         at = max(0, output_log.bounds(log)[1] - _TOLD)
         return output_log.read(log, at, _TOLD)[1].decode("utf-8", "replace").strip()
 
-    def readable_since(self, count: int | None, seconds: float) -> tuple[int, list[str]]:
-        """How many calls have ended or stream, and which since that number; waits for one.
-
-        Without a number, nothing is waited for.
-        """
+    def calls(self) -> dict[str, tuple[float, bool]]:
+        """When each call was made, and whether what came of it can be read."""
         with self._changed:
-            if count is not None and len(self._readable) <= count and not self._closed:
-                self._changed.wait(seconds)
-            begin = len(self._readable) if count is None else count
-            return len(self._readable), self._readable[begin:]
+            calls = [job for job in self._jobs.values() if job.kind == "call"]
+            return {
+                job.id: (job.began, job.streams or job.id not in self._live)
+                for job in calls
+                if self._is_there(job)
+            }
 
     # A job begins.
 
@@ -496,7 +493,6 @@ class Jobs:
             with contextlib.suppress(OSError):
                 # Only its result is of use from now on.
                 Path(job.folder, GIVEN).unlink()
-            self._readable.append(job.id)
         else:
             ended = [each for each in self.all((job.kind,)) if each.state not in LIVE]
             for each in ended[:-KEPT]:
@@ -569,9 +565,6 @@ class Jobs:
                 self._end(job, state, problem)
                 return
             job.state, job.streams = state, job.streams or streams
-            if streams:
-                self._readable.append(name)
-                self._changed.notify_all()
             self._note_change()
 
     def let_go(self, orders: Channel) -> bool:

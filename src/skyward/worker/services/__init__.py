@@ -153,6 +153,21 @@ class Caller:
             raise ProtocolError("one who follows says nothing")
         return bool(found)
 
+    def looks(self, seconds: float = LOOK_SECONDS) -> Iterator[None]:
+        """Look at something on the node again and again: at each change, and after so long.
+
+        `EOFError` if the caller has left, or says anything.
+        """
+        with contextlib.ExitStack() as held:
+            listener = self.node.tenants.log.changes.listen()
+            if listener is not None:
+                held.enter_context(listener)
+            while True:
+                if listener is not None:
+                    listener.clear()
+                yield
+                self.wait(seconds, listener)
+
 
 class ServiceFunction:
     """A function of a service, and what it takes."""

@@ -6,7 +6,6 @@ A job is a script, or a call by name; one client of the pool, the runner, runs t
 from __future__ import annotations
 
 import re
-import select
 import tarfile
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +19,6 @@ from skyward.worker import output_log
 from skyward.worker.jobs import GIVEN, LIVE, Job, JobState
 from skyward.worker.services import Caller, Parts, answers
 
-WAIT_SECONDS = 0.5
-"""How often the service looks whether a client that waits for a call is still there."""
 _LOGS = re.compile(r"output|result|stream-[0-9]+")
 
 Only = Literal["", "call"]
@@ -129,7 +126,7 @@ def follow(
     folder = Path(found.folder, log)
     if tail is not None:
         position = output_log.position_of_last(folder, tail)
-    while True:
+    for _ in caller.looks():
         # Before the log: what the job has written until its end is there.
         found = jobs.get(found.id)
         if began not in (None, found.began):
@@ -141,20 +138,28 @@ def follow(
             yield {"position": start + len(data), "dropped": start - position}, (data,)
             position = start + len(data)
         if found.state not in LIVE or not follow:
-            return msgspec.to_builtins(found)
-        caller.wait()
+            break
+    return msgspec.to_builtins(found)
 
 
 @answers("jobs")
-def readable(caller: Caller, since: Size | None = None) -> dict[str, Any]:
-    """Which calls have ended or stream since so many did; without a number, how many do."""
-    poll = select.poll()
-    poll.register(caller.channel.fileno(), select.POLLIN)
-    while True:
-        count, names = caller.node.jobs.readable_since(since, WAIT_SECONDS)
-        # A client that says something, or has left, does not wait any longer.
-        if names or since is None or poll.poll(0):
-            return {"since": count, "names": names}
+def ends(caller: Caller) -> Parts:
+    """Tell which calls have ended, stream or are gone, each time that there are such.
+
+    The first reply has none: from then on, all are told.
+    """
+    jobs = caller.node.jobs
+    version, before = jobs.version, jobs.calls()
+    yield [], ()
+    for _ in caller.looks():
+        if jobs.version == version:
+            continue
+        version, now = jobs.version, jobs.calls()
+        changed = [name for name, call in before.items() if now.get(name) != call]
+        new = [name for name, (_, is_readable) in now.items() if is_readable and name not in before]
+        before = now
+        if changed or new:
+            yield [*changed, *new], ()
 
 
 @answers("jobs")

@@ -56,8 +56,9 @@ def open_page(
 def wait(caller: Caller, job: str) -> str:
     """Wait until that page has ended; tells why."""
     with contextlib.suppress(PoolError):
-        while caller.node.jobs.get(job).state in LIVE:
-            caller.wait()
+        for _ in caller.looks():
+            if caller.node.jobs.get(job).state not in LIVE:
+                break
     return "the page was ended"
 
 
