@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 import skyward as sky
 from skyward.errors import ConfigurationError, PoolError, ProtocolError
-from skyward.files import transfer
+from skyward.files import scanner, transfer
 from skyward.files.items import FileItem, encode
 from skyward.files.transfer import FilesHere, FilesOnNode, Give, copy
 from skyward.nodes.fleet import Fleet
@@ -188,34 +188,72 @@ def test_a_copy_whose_client_leaves_leaves_nothing(
         eventually(lambda: [each for each, *_ in os.walk(tmp_path)] == folders)
 
 
+def test_a_file_is_read_once_unless_the_same_may_be_there(
+    node: FilesOnNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    digest_of = scanner.digest_of
+
+    def noted(path: Path | str, *size: int) -> bytes:
+        read.append(Path(path).name)
+        return digest_of(path, *size)
+
+    monkeypatch.setattr(scanner, "digest_of", noted)
+    monkeypatch.setattr(transfer, "digest_of", noted)
+    (tmp_path / "work").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "work" / name).write_text("the same")
+
+    def sent(source: str, to: str) -> list[int]:
+        """How many bytes go if it is copied."""
+        told: list[int] = []
+        whole, to = str(tmp_path / source), str(tmp_path / to)
+        copy(FilesHere(), whole, node, to, recursive=True, begin=told.append)
+        return told
+
+    assert (sent("work/a", "file"), sent("work", "new"), read) == ([8], [16], [])
+    assert (sent("work/a", "file"), read) == ([0], ["a"])
+    assert (sent("new", "work"), read) == ([16], ["a"]), "into a new folder of that name"
+    assert (sent("new", "work"), read) == ([0], ["a", "a", "b"])
+
+
 def test_a_file_that_changes_meanwhile_is_copied_again_and_a_growing_one_as_it_was(
     node: FilesOnNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually
 ) -> None:
     """A log grows while it is copied, and a checkpoint is written again."""
+    monkeypatch.setattr(transfer, "PIECE", 4)
     log, checkpoint = tmp_path / "work" / "log", tmp_path / "work" / "latest"
     log.parent.mkdir()
-    log.write_text("one\n")
-    checkpoint.write_text("first")
-    listed = transfer.listed
+    log.write_text("one\ntwo\n")
+    checkpoint.write_text("first of all")
+    ages: list[int] = []
 
-    def changed(*arguments: Any) -> Any:
-        found = listed(*arguments)
+    def change(often: bool, count: int) -> None:
+        """Called when some bytes of one of them have gone."""
         with log.open("a") as file:
-            file.write("two\n")
-        if checkpoint.read_text() == "first":
-            checkpoint.write_text("other")
-        return found
+            file.write("three\n")
+        if often or checkpoint.read_text() == "first of all":
+            checkpoint.write_text("other though")
+            # The times of a file system may be as coarse as some milliseconds.
+            ages.append(len(ages))
+            os.utime(checkpoint, (0, ages[-1]))
 
-    monkeypatch.setattr(transfer, "listed", changed)
-    copy(FilesHere(), str(log.parent), node, str(tmp_path / "there"), recursive=True)
+    def copied(to: str, often: bool) -> None:
+        advance = functools.partial(change, often)
+        to = str(tmp_path / to)
+        copy(FilesHere(), str(log.parent), node, to, recursive=True, advance=advance)
 
-    assert (tmp_path / "there" / "latest").read_text() == "other"
-    assert (tmp_path / "there" / "log").read_text() == "one\ntwo\n"
+    copied("there", False)
+    assert (tmp_path / "there" / "latest").read_text() == "other though"
+    assert re.fullmatch("one\ntwo\n(three\n)*", (tmp_path / "there" / "log").read_text())
+    with pytest.raises(PoolError, match=r"latest changed 3 times while being copied"):
+        copied("never", True)
+    eventually(lambda: sorted(os.listdir(tmp_path)) == ["there", "work"])
 
+    listed = transfer.listed
     monkeypatch.setattr(transfer, "listed", lambda *given: (log.parent, _unlike(listed(*given)[1])))
     with pytest.raises(PoolError, match=r"latest, log changed 3 times while being copied"):
-        copy(FilesHere(), str(log.parent), node, str(tmp_path / "never"), recursive=True)
-    eventually(lambda: sorted(os.listdir(tmp_path)) == ["there", "work"])
+        copied("never", False)
 
 
 def _unlike(items: list[FileItem]) -> list[FileItem]:
@@ -240,7 +278,9 @@ class Lying(FilesHere):
         self._items = list(items)
 
     @contextlib.contextmanager
-    def reading(self, path: str, without: str) -> Iterator[tuple[list[FileItem], Give]]:
+    def reading(
+        self, path: str, without: str, digests: bool
+    ) -> Iterator[tuple[list[FileItem], Give]]:
         yield self._items, lambda missing: iter(())
 
 

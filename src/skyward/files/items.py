@@ -23,7 +23,12 @@ class FileItem(msgspec.Struct, frozen=True, array_like=True):
     mode: int = 0o644
     """Who may read, write and run a file."""
     content: bytes = b""
-    """The digest of a file's bytes, or where a link leads."""
+    """The digest of a file's bytes, empty if nobody has read it, or where a link leads."""
+
+    @property
+    def key(self) -> bytes:
+        """The same for files that hold the same, as far as that is known."""
+        return self.content or f"/{self.size}/{self.name}".encode()
 
     def is_like(self, other: FileItem) -> bool:
         """Whether the other one holds the same, whatever its mode is."""

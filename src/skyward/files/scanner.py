@@ -41,14 +41,16 @@ class Scanner:
         *,
         everything: bool = False,
         remember: bool = True,
+        digests: bool = True,
     ) -> None:
         """With `everything`, no file is left out because git or other tools ignore it.
 
-        With `remember`, the digests are kept on disk for other processes.
+        With `remember`, the digests are kept on disk for other processes. Without `digests`, no
+        file is read.
         """
         self.root = root
         self._excludes, self._everything = tuple(excludes), everything
-        self._remember = remember
+        self._remember, self._digests = remember, digests
         self._known: Known | None = None if remember else {}
         self._changed = False
         self._lock = threading.Lock()
@@ -99,6 +101,8 @@ class Scanner:
             before = known.get(name)
             if before is not None and before[:3] == mark:
                 digest = before[3]
+            elif not self._digests:
+                digest = b""
             else:
                 digest = digest_of(path, status.st_size)
                 self._changed = True

@@ -32,16 +32,21 @@ class ArrivingFile:
         descriptor, name = tempfile.mkstemp(dir=folder)
         self.path = Path(name)
         self._file = os.fdopen(descriptor, "wb")
-        self._digest = xxhash.xxh3_128()
+        self._size = 0
+        self._digest = xxhash.xxh3_128() if item.content else None
 
     def add(self, data: bytes | bytearray | memoryview) -> None:
         """Take the next bytes."""
         self._file.write(data)
-        self._digest.update(data)
+        self._size += len(data)
+        if self._digest is not None:
+            self._digest.update(data)
 
     def is_whole(self) -> bool:
         """End the file; whether its bytes are those that were promised."""
         self._file.close()
+        if self._digest is None:
+            return self._size == self.item.size
         return self._digest.digest() == self.item.content
 
     def drop(self) -> None:
@@ -81,18 +86,18 @@ class Tree:
         self._untouched = {
             name for name, (_, mark) in self._placed.items() if self._is_as_placed(name, mark)
         }
-        there = {self._placed[name][0].content for name in self._untouched}
+        there = {self._placed[name][0].key for name in self._untouched}
         missing = []
         for number, item in enumerate(items):
-            if item.kind != "file" or not item.size or item.content in there:
+            if item.kind != "file" or not item.size or item.key in there:
                 continue
             # Nodes may share a folder: what another one has put here need not come again.
             if item.name not in self._untouched and self._has(item):
-                there.add(item.content)
+                there.add(item.key)
                 self._placed[item.name] = self._found(item)
                 self._untouched.add(item.name)
                 continue
-            there.add(item.content)  # one copy is enough for all that are the same
+            there.add(item.key)  # one copy is enough for all that are the same
             missing.append(number)
         return missing
 
@@ -105,7 +110,7 @@ class Tree:
         if last:
             incoming, self._incoming = self._incoming, None
             if incoming.is_whole():
-                self._arrived[item.content] = incoming.path
+                self._arrived[item.key] = incoming.path
             else:
                 incoming.drop()
                 self._changed_there.append(item.name)
@@ -126,7 +131,7 @@ class Tree:
             if not self._find_bytes(item):
                 again.add(item.name)
         removed = self._remove_others({item.name: item.kind for item in self._wanted})
-        uses = Counter(item.content for item in changes if item.kind == "file")
+        uses = Counter(item.key for item in changes if item.kind == "file")
         written = 0
         for item in changes:
             if item.name in again:
@@ -179,13 +184,13 @@ class Tree:
 
     def _find_bytes(self, item: FileItem) -> bool:
         """Have the bytes of an item ready, if it has any and they did not come from the client."""
-        if item.kind != "file" or not item.size or item.content in self._arrived:
+        if item.kind != "file" or not item.size or item.key in self._arrived:
             return True
         for name, (placed, mark) in self._placed.items():
-            if placed.content == item.content and self._is_as_placed(name, mark):
+            if placed.key == item.key and self._is_as_placed(name, mark):
                 copy = self._stage() / f"copy-{len(self._arrived)}"
                 shutil.copyfile(self.root / name, copy)
-                self._arrived[item.content] = copy
+                self._arrived[item.key] = copy
                 return True
         return False
 
@@ -251,11 +256,11 @@ class Tree:
             return ready
         if not item.size:
             ready.touch()
-        elif uses[item.content] > 1:
-            shutil.copyfile(self._arrived[item.content], ready)
+        elif uses[item.key] > 1:
+            shutil.copyfile(self._arrived[item.key], ready)
         else:
-            ready = self._arrived[item.content]
-        uses[item.content] -= 1
+            ready = self._arrived[item.key]
+        uses[item.key] -= 1
         ready.chmod(mode)
         return ready
 

@@ -218,9 +218,9 @@ def look_at(caller: Caller, path: str, whole: bool = False) -> Any:
 
 
 @answers("files")
-def fetch(caller: Caller, path: str, without: str = "") -> Parts:
+def fetch(caller: Caller, path: str, without: str = "", digests: bool = True) -> Parts:
     """What is copied of a path; then the files that the caller asks for."""
-    yield from _send(caller, *listed(Path(path), without))
+    yield from _send(caller, *listed(Path(path), without, digests))
 
 
 @answers("files")
