@@ -11,8 +11,8 @@ class TestMine(ProviderSuite):
     def machine_request(self):
         return plain_request()
 
-`Shop` is a whole provider to copy from. Its machines are processes of this machine; what they cost,
-how long they take and what goes wrong is what a test says.
+`Shop` is a provider to copy from. Its machines are those of `sky.Local`; what they cost, how long
+they take and what goes wrong is what a test says.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ import contextlib
 import json
 import multiprocessing
 import os
-import shutil
-import signal
 import socket
-import sys
 import tempfile
 import threading
 import uuid
@@ -50,7 +47,6 @@ from skyward.errors import (
 from skyward.providers import (
     Allocation,
     Capabilities,
-    Equipment,
     Machine,
     Offer,
     Order,
@@ -60,8 +56,8 @@ from skyward.providers import (
     find_provider,
     owner,
 )
+from skyward.providers.local import LocalMachine
 from skyward.spec import Image
-from skyward.wire.handshake import dial_here
 
 PATIENCE = 30.0
 """How many seconds a test waits for a condition before it fails."""
@@ -117,7 +113,7 @@ class ProviderSuite:
         """
         yield False
 
-    _shared: ClassVar[tuple[asyncio.Runner, Provider, Order, Machine] | None] = None
+    _shared: ClassVar[tuple[asyncio.Runner, contextlib.AsyncExitStack, Machine] | None] = None
 
     def _on_a_machine(
         self,
@@ -128,20 +124,20 @@ class ProviderSuite:
         """Run a scenario that leaves the machine unchanged, on a machine that all tests share."""
         kind = type(self)
         if kind._shared is None:
-            runner, order = asyncio.Runner(), _order(machine_request)
-            kind._shared = runner, provider, order, runner.run(_ordered(provider, order))
-        runner, _, _, machine = kind._shared
+            runner, held = asyncio.Runner(), contextlib.AsyncExitStack()
+            made = held.enter_async_context(_made(provider, _order(machine_request)))
+            kind._shared = runner, held, runner.run(made)
+        runner, _, machine = kind._shared
         runner.run(scenario(machine))
 
     @classmethod
     def teardown_class(cls) -> None:
         """Destroy the machine that the tests shared, if there is one."""
         if cls._shared is not None:
-            runner, provider, order, machine = cls._shared
+            runner, held, _ = cls._shared
             cls._shared = None
             with runner:
-                runner.run(machine.destroy())
-                runner.run(_swept(provider, order.pool))
+                runner.run(held.aclose())
 
     def test_its_arguments_travel_as_json(self, provider: Provider) -> None:
         """`sky down` makes the provider again from its arguments."""
@@ -321,22 +317,20 @@ class ProviderSuite:
 
         async def scenario() -> None:
             order = _order(machine_request)
-            machine = await _ordered(provider, order)
-            said = bytearray()
-            script = "echo on; sleep 600"
-            task = asyncio.create_task(machine.run(["sh", "-c", script], output=said.extend))
-            await _until(lambda: b"on" in said)
+            async with _made(provider, order) as machine:
+                said = bytearray()
+                script = "echo on; sleep 600"
+                task = asyncio.create_task(machine.run(["sh", "-c", script], output=said.extend))
+                await _until(lambda: b"on" in said)
 
-            await machine.destroy()
+                await machine.destroy()
 
-            await asyncio.wait({task}, timeout=PATIENCE)
-            assert task.done()
-            with contextlib.suppress(UnreachableError, OSError):
-                assert task.result() != 0
-            assert not await machine.alive()
-            assert list(await provider.allocate(order.pool).find()) == []
-            await machine.destroy()
-            for _ in range(2):
+                await asyncio.wait({task}, timeout=PATIENCE)
+                assert task.done()
+                with contextlib.suppress(UnreachableError, OSError):
+                    assert task.result() != 0
+                assert not await machine.alive()
+                assert await _left(provider, order.pool) == []
                 await _swept(provider, order.pool)
 
         asyncio.run(scenario())
@@ -365,20 +359,19 @@ class ProviderSuite:
         async def scenario() -> None:
             pool = _order(machine_request).pool
             orders = [Order(pool, node, machine_request) for node in range(self.machines)]
-            allocation = provider.allocate(pool)
-            allocation.expect(order.node for order in orders)
-            made = await asyncio.gather(*(allocation.get(order) for order in orders))
-            try:
-                assert [machine.node for machine in made] == list(range(self.machines))
-                assert len({machine.id for machine in made}) == self.machines
-                found = await provider.allocate(pool).find()
-                assert sorted(each.id for each in found) == sorted(each.id for each in made)
-                assert list(await provider.allocate(f"{pool}x").find()) == []
-                assert list(await provider.allocate(pool[:-1]).find()) == []
-            finally:
-                await asyncio.gather(*(machine.destroy() for machine in made))
-                await _swept(provider, pool)
-            assert list(await provider.allocate(pool).find()) == []
+            async with _allocated(provider, pool) as allocation:
+                allocation.expect(order.node for order in orders)
+                made = await asyncio.gather(*(allocation.get(order) for order in orders))
+                try:
+                    assert [machine.node for machine in made] == list(range(self.machines))
+                    assert len({machine.id for machine in made}) == self.machines
+                    assert await _left(provider, pool) == sorted(each.id for each in made)
+                    assert await _left(provider, f"{pool}x") == []
+                    assert await _left(provider, pool[:-1]) == []
+                finally:
+                    await asyncio.gather(*(machine.destroy() for machine in made))
+                    await allocation.sweep()
+            assert await _left(provider, pool) == []
 
         asyncio.run(scenario())
 
@@ -397,13 +390,14 @@ class ProviderSuite:
 
         async def scenario() -> None:
             again = _again(provider)
-            found = sorted(await again.allocate(pool).find(), key=lambda machine: machine.node)
-            assert [machine.node for machine in found] == list(range(self.machines))
-            assert await found[0].alive()
-            assert await found[0].run(["true"]) == 0
-            await asyncio.gather(*(machine.destroy() for machine in found))
-            assert list(await again.allocate(pool).find()) == []
-            await _swept(again, pool)
+            async with _allocated(again, pool) as allocation:
+                found = sorted(await allocation.find(), key=lambda machine: machine.node)
+                assert [machine.node for machine in found] == list(range(self.machines))
+                assert await found[0].alive()
+                assert await found[0].run(["true"]) == 0
+                await asyncio.gather(*(machine.destroy() for machine in found))
+                assert await _left(again, pool) == []
+                await allocation.sweep()
 
         asyncio.run(scenario())
 
@@ -415,17 +409,17 @@ class ProviderSuite:
         async def scenario() -> None:
             for seconds in (0.0, 0.05, 0.2):
                 order = _order(machine_request)
-                allocation = provider.allocate(order.pool)
-                task = asyncio.create_task(allocation.get(order))
-                await asyncio.wait({task}, timeout=seconds)
-                task.cancel()
-                await asyncio.wait({task})
-                for machine in await allocation.find():
-                    await machine.destroy()
-                if not task.cancelled():
-                    await task.result().destroy()
-                assert list(await provider.allocate(order.pool).find()) == []
-                await _swept(provider, order.pool)
+                async with _allocated(provider, order.pool) as allocation:
+                    task = asyncio.create_task(allocation.get(order))
+                    await asyncio.wait({task}, timeout=seconds)
+                    task.cancel()
+                    await asyncio.wait({task})
+                    for machine in await allocation.find():
+                        await machine.destroy()
+                    if not task.cancelled():
+                        await task.result().destroy()
+                    assert await _left(provider, order.pool) == []
+                    await allocation.sweep()
 
         asyncio.run(scenario())
 
@@ -454,25 +448,37 @@ def _again(provider: Provider) -> Provider:
     return made
 
 
-async def _ordered(provider: Provider, order: Order) -> Machine:
-    """The machine of a pool with one node."""
-    machine: Machine = await provider.allocate(order.pool).get(order)
-    return machine
+@contextlib.asynccontextmanager
+async def _allocated(provider: Provider, pool: str) -> AsyncIterator[Allocation[Any]]:
+    allocation = provider.allocate(pool)
+    try:
+        yield allocation
+    finally:
+        await allocation.close()
 
 
 @contextlib.asynccontextmanager
 async def _made(provider: Provider, order: Order) -> AsyncIterator[Machine]:
-    machine = await _ordered(provider, order)
-    try:
-        yield machine
-    finally:
-        await machine.destroy()
-        await _swept(provider, order.pool)
+    """The machine of a pool with one node."""
+    async with _allocated(provider, order.pool) as allocation:
+        machine: Machine = await allocation.get(order)
+        try:
+            yield machine
+        finally:
+            await machine.destroy()
+            await _swept(provider, order.pool)
+
+
+async def _left(provider: Provider, pool: str) -> list[str]:
+    """The machines of a pool that there are, as another client finds them."""
+    async with _allocated(provider, pool) as allocation:
+        return sorted(machine.id for machine in await allocation.find())
 
 
 async def _swept(provider: Provider, pool: str) -> None:
-    """Remove what a pool had besides machines, as the pool does at its end."""
-    await provider.allocate(pool).sweep()
+    """Remove what a pool had besides machines, as another client would."""
+    async with _allocated(provider, pool) as allocation:
+        await allocation.sweep()
 
 
 def _create_and_die(provider: Provider, orders: Sequence[Order]) -> None:
@@ -635,7 +641,7 @@ class Shop:
         offer = next(iter(self.offers(order.request)), None)
         if offer is None and stock.offers:
             raise UnavailableError("the shop has nothing of that kind, or nothing so cheap")
-        machine = ShopMachine.made(order, stock)
+        machine = ShopMachine.sold(order, stock)
         machine.offer, machine.notice = offer, stock.notice
         if stock.boot is not None:
             # It costs from now on, whether or not it is ever there.
@@ -696,20 +702,15 @@ class ShopAllocation(Allocation["ShopMachine"]):
         (self._shop.rules / self.pool).unlink(missing_ok=True)
 
 
-class ShopMachine(Machine):
-    """A folder in which commands run, each leading a process group that a file there names."""
-
-    address = direct = "127.0.0.1"
-    python = sys.executable
+class ShopMachine(LocalMachine):
+    """A folder in which commands run, as a machine of `sky.Local`, unless the shop is cut off."""
 
     def __init__(self, folder: Path, stock: Stock) -> None:
-        self._folder, self._stock = folder, stock
-        self.id = str(folder)
-        self.node = int(folder.name.rpartition("-")[2].partition(".")[0])
-        self.equipment = Equipment(str(folder), socket.gethostname())
+        super().__init__(folder)
+        self._stock = stock
 
     @classmethod
-    def made(cls, order: Order, stock: Stock) -> ShopMachine:
+    def sold(cls, order: Order, stock: Stock) -> ShopMachine:
         """Make a folder whose name says whose it is, so that it can be found after a crash."""
         prefix = f"shop-{order.pool}-{order.node}."
         try:
@@ -726,67 +727,22 @@ class ShopMachine(Machine):
         output: Callable[[bytes], None] | None = None,
     ) -> int:
         """Run a child process in the folder."""
-        if not await self.alive():
-            raise UnreachableError(f"{self.id} is gone")
-        process = await asyncio.create_subprocess_exec(
-            *("sh", "-c", 'exec "$@"', "sh", *command),  # A shell's 127 for no such command.
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=self._folder,
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        group = self._folder / f"{process.pid}.group"
-        with contextlib.suppress(FileNotFoundError):
-            group.touch()
-        feeding = asyncio.create_task(_feed(process.stdin, input))
-        try:
-            while data := await process.stdout.read(1 << 16):
-                if output is not None:
-                    output(data)
-            await feeding
-            status = await process.wait()
-            return status if status >= 0 else 128 - status
-        finally:
-            feeding.cancel()
-            if process.returncode is None:
-                _end_group(process.pid)
-                await process.wait()
-            group.unlink(missing_ok=True)
+        await self.alive()
+        return await super().run(command, input=input, output=output)
 
     async def dial(self, endpoint: str) -> socket.socket:
         """Connect to a socket of this machine."""
         if not await self.alive():
             raise UnreachableError(f"{self.id} is gone")
-        return dial_here(endpoint)
+        return await super().dial(endpoint)
 
     async def alive(self) -> bool:
         """Whether the folder is there, if the shop answers."""
         if self._stock.out_of_reach:
             raise UnreachableError(f"{self.id} does not answer")
-        return self._folder.exists()
-
-    async def destroy(self) -> None:
-        """End what runs in the folder, and remove the folder."""
-        for group in self._folder.glob("*.group"):
-            _end_group(int(group.stem))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        return await super().alive()
 
 
 def _folder_of_machines() -> Path:
     """Where machines are; a short path, since a Unix socket's may have 107 characters."""
     return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-
-
-async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(ConnectionError):
-        pipe.write(data)
-        await pipe.drain()
-    pipe.close()
-
-
-def _end_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)

@@ -10,11 +10,12 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import skyward as sky
-from skyward.providers import Order, Provider, Request
+from skyward.providers import Allocation, Order, Provider, Request
 from skyward.testing import ProviderSuite, Shop, plain_request
 
 from . import podman
@@ -33,6 +34,32 @@ class TestLocal(ProviderSuite):
     def machine_request(self) -> Request:
         """What any machine has."""
         return plain_request()
+
+
+def test_the_suite_closes_what_it_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Allocation[Any]] = []
+    closed: list[Allocation[Any]] = []
+
+    class Noted(sky.Local):
+        def allocate(self, pool: str) -> Allocation[Any]:
+            opened.append(super().allocate(pool))
+            return opened[-1]
+
+    async def close(allocation: Allocation[Any]) -> None:
+        closed.append(allocation)
+
+    class Suite(ProviderSuite):
+        pass
+
+    monkeypatch.setattr(Allocation, "close", close)
+    suite, given = Suite(), (Noted(), plain_request())
+    suite.test_a_command_returns_its_exit_status(*given)
+    suite.test_destroying_is_final_and_may_be_repeated(*given)
+    suite.test_machines_of_a_pool_are_made_and_destroyed_side_by_side(*given)
+    suite.test_a_create_that_is_cancelled_leaves_nothing_unknown(*given)
+    suite.teardown_class()
+    assert len(opened) == len(closed)
+    assert set(opened) == set(closed)
 
 
 class TestShop(ProviderSuite):
