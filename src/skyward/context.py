@@ -1,4 +1,7 @@
-"""The context of a function on its node: its place in the pool, and where its output goes."""
+"""The context of a function: its place in the pool, and where its output goes.
+
+In a notebook, output goes under the cell that asked for something.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import sys
 import threading
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -494,3 +497,32 @@ def redirect_output(callback: Listener) -> Iterator[None]:
             yield
     finally:
         pool_listeners.remove(callback)
+
+
+def kernel_shell() -> Any:
+    """IPython's shell, if this process is the kernel of a notebook; else None."""
+    ipython = sys.modules.get("IPython")
+    find = getattr(ipython, "get_ipython", None)
+    shell = find() if find is not None else None
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
+def asking_cell(shell: Any) -> Context:
+    """A context in which output belongs to the cell that this thread runs.
+
+    The kernel keeps the cell in context variables, which a thread of the user's does not inherit.
+    There, output belongs to the cell that runs now.
+    """
+    context = copy_context()
+    if threading.current_thread() is not threading.main_thread():
+        # ipykernel has this from version 7 on; before, the newest cell gets the output.
+        assign = getattr(shell, "set_thread_parent", None)
+        if assign is not None:
+            context.run(assign, shell.get_parent())
+    return context
+
+
+def cell_id(shell: Any) -> str:
+    """What tells the cell of the current context from others."""
+    header = getattr(shell.display_pub, "parent_header", None) or {}
+    return str(header.get("msg_id", ""))

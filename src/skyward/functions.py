@@ -37,7 +37,7 @@ import cloudpickle
 
 from skyward import context
 from skyward.console import html
-from skyward.console.cells import kernel_shell
+from skyward.context import kernel_shell
 from skyward.errors import ConfigurationError, PoolClosedError
 from skyward.objects import encoding
 from skyward.objects.encoding import Code, Encoded

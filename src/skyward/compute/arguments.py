@@ -16,7 +16,7 @@ from skyward import accelerators, checks
 from skyward.accelerators import Accelerator
 from skyward.calls.packer import blob_room
 from skyward.compute.choice import Spec
-from skyward.console.cells import kernel_shell
+from skyward.context import kernel_shell
 from skyward.errors import ConfigurationError
 from skyward.files.mounts import PACKAGES
 from skyward.nodes import records

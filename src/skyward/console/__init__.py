@@ -13,9 +13,8 @@ from contextvars import Context
 from typing import Any, Protocol
 
 from skyward import context
-from skyward.console.cells import asking_cell, kernel_shell
 from skyward.console.plain import client_bars
-from skyward.context import Listener, Output
+from skyward.context import Listener, Output, asking_cell, kernel_shell
 
 STUCK_SECONDS = 5.0
 """After so long without showing anything, `drain` and `close` stop waiting for the console."""

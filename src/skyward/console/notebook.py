@@ -14,9 +14,8 @@ from typing import Any
 from rich.text import Text
 
 from skyward.console import html
-from skyward.console.cells import asking_cell, cell_id
 from skyward.console.plain import MANY_NODES, write_line
-from skyward.context import Output
+from skyward.context import Output, asking_cell, cell_id
 
 REDRAW_SECONDS = 0.1
 """Displays change no more often than this; a browser needs longer to draw than we to write."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from skyward.console import terminal_in_use
-from skyward.console.cells import kernel_shell
 from skyward.console.transfers import TransferBar, TransferPanel
+from skyward.context import kernel_shell
 
 
 class Progress(Protocol):
