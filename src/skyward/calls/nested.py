@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from skyward import handles, instances
 from skyward.calls.lane import PROMPT_BYTES, Lane, Sending
-from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
+from skyward.calls.packer import PackedCall, PackedFunction, PackedHandle, encoded_of
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import Answer, Failed, Streaming, Task, Value
 from skyward.errors import PoolClosedError, PoolError, RemoteError

@@ -22,7 +22,7 @@ from typing import IO
 import msgspec
 
 from skyward import context
-from skyward.calls.packed import PackedCall, PackedFunction, PackedHandle, encoded_of
+from skyward.calls.packer import PackedCall, PackedFunction, PackedHandle, encoded_of
 from skyward.calls.streams import RemoteIterator
 from skyward.calls.task import Answer, Failed, Streaming, Task, Value
 from skyward.compute import attach
