@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward.compute.configured import _Reader, arguments_of, seconds_of
+from skyward.compute.arguments import _Reader, arguments_of, seconds_of
 from skyward.settings import ProjectSettings, settings_file
 
 

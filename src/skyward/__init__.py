@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from skyward.classes import cls as cls
     from skyward.compute import Compute as Compute
     from skyward.compute import attach as attach
-    from skyward.compute.choice import Spec as Spec
+    from skyward.compute.arguments import Spec as Spec
     from skyward.compute.offers import offers as offers
     from skyward.compute.post_mortem import post_mortem as post_mortem
     from skyward.context import InstanceInfo as InstanceInfo
@@ -80,7 +80,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "classes": ("cls",),
     "compute": ("Compute", "attach"),
-    "compute.choice": ("Spec",),
+    "compute.arguments": ("Spec",),
     "compute.post_mortem": ("post_mortem",),
     "compute.offers": ("offers",),
     "context": (

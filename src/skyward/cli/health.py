@@ -22,7 +22,7 @@ import psutil
 
 from skyward import __version__
 from skyward.compute import reach
-from skyward.compute.configured import arguments_of
+from skyward.compute.arguments import arguments_of
 from skyward.console.measures import size
 from skyward.device import torch_build
 from skyward.device.build import cache

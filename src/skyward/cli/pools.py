@@ -213,7 +213,7 @@ def up(
     the file says. `sky down NAME` ends it.
     """
     from skyward.compute import Compute
-    from skyward.compute.configured import seconds_of
+    from skyward.compute.arguments import seconds_of
     from skyward.settings import read_settings
     from skyward.spec import Options
 

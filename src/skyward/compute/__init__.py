@@ -29,10 +29,19 @@ from skyward.calls.flow import Crowd, Flow, Results
 from skyward.calls.task import Task
 from skyward.classes import Making
 from skyward.closing import close_despite_interrupts, not_instead_of
-from skyward.compute.arguments import new_name, resolve, restored
+from skyward.compute.arguments import (
+    Candidate,
+    Choose,
+    Failures,
+    Spec,
+    arguments_of,
+    check_choice,
+    new_name,
+    ordered,
+    resolve,
+    restored,
+)
 from skyward.compute.broadcasts import broadcast
-from skyward.compute.choice import Candidate, Choose, Failures, Spec, check_choice, ordered
-from skyward.compute.configured import arguments_of
 from skyward.compute.kept_values import KeptValue, KeptValues, check_name
 from skyward.compute.named import NamedCall, NamedCalls
 from skyward.compute.objects import make, make_everywhere, make_later
