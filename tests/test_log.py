@@ -25,12 +25,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward as sky
-from skyward import curves as logged
 from skyward import functions, listeners
 from skyward.calls.dispatch import CallTeller
 from skyward.compute import PoolListeners
-from skyward.curves import Curve, Curves
 from skyward.events import Event, EventStream, NumbersLogged, as_dict
+from skyward.listeners import Curve, Curves
 from skyward.wire import messages
 from skyward.wire.frames import META_LIMIT
 from skyward.wire.messages import Logged
@@ -189,7 +188,7 @@ def test_outside_of_a_pool_there_is_nothing_to_do() -> None:
     ],
 )
 def test_what_is_one_number_is_taken(value: Any, number: float) -> None:
-    assert logged._number("loss", value) == number
+    assert functions._number("loss", value) == number
 
 
 @pytest.mark.parametrize(
@@ -261,8 +260,8 @@ def test_a_task_that_logs_faster_than_the_client_takes_does_not_wait(rows: int, 
 def test_wide_rows_are_sent_in_messages_that_may_be_sent() -> None:
     sent: list[Logged] = []
     log = NumberLog(lambda: None, sent.append)
-    longest = "\N{MATHEMATICAL ITALIC SMALL ALPHA}" * (logged.NAME_MOST - 3)
-    values = {f"{longest}{number:03}": 1.0 for number in range(logged.NAMES_MOST)}
+    longest = "\N{MATHEMATICAL ITALIC SMALL ALPHA}" * (functions.NAME_MOST - 3)
+    values = {f"{longest}{number:03}": 1.0 for number in range(functions.NAMES_MOST)}
     for step in range(25):
         log.take(values, step)
     log.flush()
@@ -276,7 +275,7 @@ def test_a_curve_of_any_length_is_drawn_whole(length: int) -> None:
     for step in range(length):
         curve.add(step, step / 2)
     steps = [step for step, _ in curve.points]
-    assert len(steps) <= logged.POINTS
+    assert len(steps) <= listeners.POINTS
     assert steps == list(range(0, length, curve.stride))
     assert curve.last == (length - 1, (length - 1) / 2)
 
@@ -295,13 +294,13 @@ def test_what_is_told_in_parts_is_the_curve(parts: list[int]) -> None:
 
 def test_a_pool_keeps_so_many_curves_and_still_counts_the_others() -> None:
     every = Curves()
-    for number in range(3 * logged.CURVES):
+    for number in range(3 * listeners.CURVES):
         every.add(None, {f"curve {number}": 1}, None)
-    for name in ("curve 0", f"curve {3 * logged.CURVES - 1}"):
+    for name in ("curve 0", f"curve {3 * listeners.CURVES - 1}"):
         assert [every.add(None, {name: 1}, None) for _ in range(3)] == [1, 2, 3]
     assert [every.add((0, worker), {"loss": 1}, None) for worker in (0, 1, 0)] == [0, 0, 1]
-    assert len(every.news({})) == logged.CURVES
-    assert every.left_out == 2 * logged.CURVES + 2
+    assert len(every.news({})) == listeners.CURVES
+    assert every.left_out == 2 * listeners.CURVES + 2
 
 
 def test_json_has_values_that_are_no_numbers_as_text() -> None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from skyward.context import silent as silent
     from skyward.context import stderr as stderr
     from skyward.context import stdout as stdout
-    from skyward.curves import log as log
     from skyward.device.core import device_stats as device_stats
     from skyward.device.profile import profile as profile
     from skyward.errors import BroadcastError as BroadcastError
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from skyward.functions import Pending as PendingFunction  # noqa: F401
     from skyward.functions import function as function
     from skyward.functions import gather as gather
+    from skyward.functions import log as log
     from skyward.functions import remote as remote
     from skyward.nodes.node import NodeView as NodeView
     from skyward.objects.handles import Handle as Handle
@@ -110,11 +110,11 @@ _HOMES = {
         "Pending",
         "function",
         "gather",
+        "log",
         "remote",
     ),
     "providers": ("Offer",),
     "nodes.node": ("NodeView",),
-    "curves": ("log",),
     "objects.handles": ("Handle", "put"),
     "plugins.plugin": ("Plugin",),
     "providers.aws": ("AWS",),

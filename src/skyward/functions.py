@@ -1,4 +1,7 @@
-"""Functions: calling one describes a call, an operator sends it to a `Compute`, with a future."""
+"""Functions: calling one describes a call, an operator sends it to a `Compute`, with a future.
+
+`log` sends numbers there, also from inside a call.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import concurrent.futures
 import contextlib
 import functools
 import inspect
+import operator
 import os
 import sys
 import threading
@@ -14,7 +18,7 @@ import types
 import typing
 import uuid
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextvars import ContextVar
 from opcode import opname
 from types import FrameType
@@ -59,6 +63,12 @@ Ts = TypeVarTuple("Ts")
 
 WAKE_SECONDS = 0.2
 """How often a waiting notebook looks whether the user has interrupted it."""
+NAME_MOST = 200
+"""How many characters a name has at most."""
+NAMES_MOST = 1000
+"""How many numbers one call may log."""
+STEP_MOST = 2**53
+"""Steps up to this are exact in a browser, too."""
 
 
 class CallTarget(Protocol):
@@ -797,3 +807,107 @@ async def _awake(waiting: asyncio.Future[T]) -> T:
     except asyncio.CancelledError:
         waiting.cancel()
         raise
+
+
+class NumberTaker(Protocol):
+    """Takes the numbers that a worker's tasks log."""
+
+    def take(self, values: dict[str, float], step: int | None) -> None: ...
+
+
+_number_taker: NumberTaker | None = None
+
+
+def install_taker(taker: NumberTaker | None) -> None:
+    """Called once by a worker process, to take what its tasks log."""
+    global _number_taker
+    _number_taker = taker
+
+
+# A process that a task forks has no connection to the client.
+os.register_at_fork(after_in_child=lambda: install_taker(None))
+
+
+def log(
+    values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **more: Any
+) -> None:
+    """Draw numbers on the page of the pool, and pass them on to the tracker that is set up.
+
+    It works in a task, on the client inside a `with sky.Compute()` block, and outside of any pool,
+    where only the tracker gets the numbers. Without `step`, each name counts its own steps. An
+    array or a tensor of one element is taken with its `item()`, which waits for a device. Else the
+    call waits for nothing in a task, and on the client for Weights & Biases alone.
+
+    >>> sky.log(loss=0.3, accuracy=0.91, step=7)
+    >>> sky.log({"train/loss": 0.3})
+    """
+    given = {**(values or {}), **more}
+    if not 0 < len(given) <= NAMES_MOST:
+        raise ConfigurationError(
+            f"sky.log() got {len(given)} numbers, and takes {NAMES_MOST} in a call; log fewer, "
+            "such as a mean for each layer"
+            if given
+            else "sky.log() got no number; write sky.log(loss=0.3, step=7)"
+        )
+    numbers = {name: _number(name, value) for name, value in given.items()}
+    if step is not None:
+        step = _step(step)
+    if _number_taker is not None:
+        _number_taker.take(numbers, step)
+        return
+    if context.own_pool is None:
+        target = active_compute()
+    else:
+        # In a process that a task has forked, which has only pools of its own.
+        target = current.get() or next(reversed(active), None)
+    take = getattr(target, "take_numbers", None)
+    if take is not None:
+        take(numbers, step)
+    elif sys.modules.keys() & {"wandb", "mlflow"}:
+        # Imported here: a worker never needs it.
+        from skyward.listeners import track_outside
+
+        track_outside(numbers, step)
+
+
+def _number(name: Any, value: Any) -> float:
+    if not isinstance(name, str) or not name.strip() or len(name) > NAME_MOST:
+        raise ConfigurationError(
+            f"sky.log({{{name!r}: ...}}): a name is text of 1 to {NAME_MOST} characters"
+        )
+    found, cause = value, None
+    try:
+        if hasattr(value, "item"):
+            found = value.item()
+        if not isinstance(found, (str, bytes, bytearray)):
+            return float(found)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as problem:
+        cause = problem
+    shape = getattr(value, "shape", None)
+    what = type(value).__name__ + (f" of shape {tuple(shape)}" if shape else "")
+    raise ConfigurationError(
+        f"sky.log({name}={_one_line(value)}): this {what} is not one number that a curve can have; "
+        "give an int, a float, or an array or tensor of one element, such as loss.mean()"
+    ) from cause
+
+
+def _step(step: Any) -> int:
+    cause = None
+    try:
+        found = operator.index(step.item() if hasattr(step, "item") else step)
+        if abs(found) <= STEP_MOST:
+            return found
+    except (TypeError, ValueError, RuntimeError) as problem:
+        cause = problem
+    raise ConfigurationError(
+        f"sky.log(step={_one_line(step)}): give a whole number of at most 2**53, or none"
+    ) from cause
+
+
+def _one_line(value: Any) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except RuntimeError:
+        # A tensor whose device is gone.
+        text = object.__repr__(value)
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -1,6 +1,6 @@
 """Listeners: the user's callbacks for events, logs of them, and trackers of the user's numbers.
 
-Each has a thread of its own.
+Each has a thread of its own. Curves keep what a page draws of the numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Protocol
 
 from skyward.errors import ConfigurationError
@@ -21,6 +21,21 @@ WAITING_MOST = 10_000
 """How many events may wait for a listener; those that come then are dropped."""
 PATIENCE = 5.0
 """After so many seconds without an event taken, `close` stops waiting for a listener."""
+POINTS = 1000
+"""How many points a curve has at most; of a longer one, every second is kept, then every fourth."""
+CURVES = 200
+"""How many curves a pool keeps for pages."""
+STEPS = 10_000
+"""Of how many further curves a pool counts the steps."""
+
+Place = tuple[int, int] | None
+"""The node and the worker that have logged something; None stands for the client."""
+Told = dict[tuple[str, Place], tuple[int, int, int]]
+Point = tuple[int, float]
+"""A step and a value."""
+News = tuple[str, Place, int, list[Point], Point]
+"""Name and place of a curve; which of its points come in place of all from that number on; and the
+last point, which may not be kept."""
 
 
 class EventListener:
@@ -361,14 +376,85 @@ class Tracking:
             listener.close()
 
 
+class Curve:
+    """The points of one name, thinned so that the whole run fits."""
+
+    __slots__ = ("added", "last", "points", "stride")
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.stride, self.added = 1, 0
+        self.last = (-1, 0.0)
+
+    def add(self, step: int, value: float) -> None:
+        """Add a point; of a long curve, only some are kept."""
+        self.last = step, value
+        if self.added % self.stride == 0:
+            self.points.append(self.last)
+            if len(self.points) > POINTS:
+                self.points, self.stride = self.points[::2], self.stride * 2
+        self.added += 1
+
+
+class Curves:
+    """The numbers of one pool, by name and place; any thread may add to them and read them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._curves: dict[tuple[str, Place], Curve] = {}
+        self._steps: dict[tuple[str, Place], int] = {}
+        """The last step of each curve that is not kept, because there are too many."""
+
+    @property
+    def left_out(self) -> int:
+        """How many curves are not kept."""
+        return len(self._steps)
+
+    def add(self, place: Place, values: Mapping[str, float], step: int | None) -> int:
+        """Add values of a place; returns their step, which is counted if there is none."""
+        with self._lock:
+            if step is None:
+                step = 1 + max(self._last_step(name, place) for name in values)
+            for name, value in values.items():
+                key = name, place
+                curve = self._curves.get(key)
+                if curve is None and len(self._curves) < CURVES:
+                    curve = self._curves[key] = Curve()
+                if curve is not None:
+                    curve.add(step, value)
+                elif key in self._steps or len(self._steps) < STEPS:
+                    self._steps[key] = step
+        return step
+
+    def _last_step(self, name: str, place: Place) -> int:
+        curve = self._curves.get((name, place))
+        return self._steps.get((name, place), -1) if curve is None else curve.last[0]
+
+    def news(self, told: Told) -> list[News]:
+        """What has come since `told`, which is brought up to date, of each curve with news."""
+        rows: list[News] = []
+        with self._lock:
+            for (name, place), curve in self._curves.items():
+                stride, count, added = told.get((name, place), (0, 0, 0))
+                if added == curve.added:
+                    continue
+                start = count if stride == curve.stride else 0
+                told[name, place] = curve.stride, len(curve.points), curve.added
+                rows.append((name, place, start, curve.points[start:], curve.last))
+        return rows
+
+
 _RUNS: dict[str, Callable[[], _Tracker]] = {"wandb": _WandB, "mlflow": _MLflow}
 _outside: dict[str, _Tracker] = {}
+_curves_outside = Curves()
+"""What is logged outside of a pool: only its steps are of use."""
 _failed: set[str] = set()
 """The trackers whose failure was reported."""
 
 
-def track_outside(values: dict[str, float], step: int) -> None:
+def track_outside(values: dict[str, float], step: int | None) -> None:
     """Pass on what is logged outside of a pool, at once; a tracker that fails is reported once."""
+    step = _curves_outside.add(None, values, step)
     event = NumbersLogged(time.time(), "", step, values, None, None, 0, "", None)
     for module, kind in _RUNS.items():
         if module not in sys.modules:

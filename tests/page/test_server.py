@@ -20,8 +20,8 @@ import pytest
 
 import skyward as sky
 from skyward import page
-from skyward.curves import Curves
 from skyward.events import CallFinished, CallStarted
+from skyward.listeners import Curves
 from skyward.page import metrics
 from skyward.page.gathering import Gathering
 from skyward.page.hub import BATCHES_WAITING, NODES_A_TIME, OwnPool, OwnPools, Viewer, hub, key_of

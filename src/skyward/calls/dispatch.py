@@ -50,7 +50,6 @@ from skyward.calls.task import (
     timeout_error,
 )
 from skyward.console import Console
-from skyward.curves import Curves, Place
 from skyward.errors import (
     ConfigurationError,
     DeadlockError,
@@ -74,7 +73,7 @@ from skyward.events import (
     Transferred,
 )
 from skyward.functions import Function, Future, Pending
-from skyward.listeners import Tracking
+from skyward.listeners import Curves, Place, Tracking
 from skyward.objects.exceptions import add_note
 from skyward.objects.payloads import Pieces
 from skyward.spec import Options

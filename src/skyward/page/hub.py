@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from skyward.curves import News, Told
 from skyward.errors import DeviceError
 from skyward.events import (
     CallCancelled,
@@ -38,6 +37,7 @@ from skyward.events import (
     as_dict,
     in_json,
 )
+from skyward.listeners import News, Told
 from skyward.nodes.fleet import Fleet
 from skyward.page.pool import LINE_MOST, Message, Row, ShownPool
 from skyward.staff import Staff

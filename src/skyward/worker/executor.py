@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from skyward import context, curves, instances
+from skyward import context, functions, instances
 from skyward.errors import PluginError, PoolError, ProtocolError
 from skyward.objects import encoding, payloads
 from skyward.objects.payloads import Pieces
@@ -109,7 +109,7 @@ class Executor:
             lambda job: self._interrupts.raise_in(job, KeyboardInterrupt),
         )
         self._log = NumberLog(self._asking_job, lambda message: self._client.tell(message))
-        curves.install(self._log)
+        functions.install_taker(self._log)
         self._runner = TaskRunner(
             self._hooks, self._interrupts, self._capture, self._log, self._debuggers, self._hurry
         )
