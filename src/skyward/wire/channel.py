@@ -252,14 +252,14 @@ class Channel:
             part = self._receive_some(_DONT_WAIT)
         except (BlockingIOError, ssl.SSLWantReadError):
             return []
-        frames = self._cut(part)
+        frames = self.cut(part)
         while self._encrypted and (not frames or frames[-1].body is not None):
             # OpenSSL may hold decrypted bytes the selector cannot see.
             link = self.link
             holder = cast(ssl.SSLSocket, self._receiver) if link is None else link.incoming
             if not holder.pending():
                 break
-            frames += self._cut(self._receive_some(0))
+            frames += self.cut(self._receive_some(0))
         return frames
 
     def take_result(self, task: int) -> tuple[Result, memoryview] | None:
@@ -301,13 +301,14 @@ class Channel:
 
     def buffered(self) -> list[Frame]:
         """Frames already read but not yet returned, after a large body was taken."""
-        return self._cut(None)
+        return self.cut(None)
 
-    def _cut(self, part: memoryview | None) -> list[Frame]:
+    def cut(self, part: memoryview | None) -> list[Frame]:
+        """The frames that are whole with these bytes, which the caller has read."""
+        decoder, frames = self._decoder, []
         if part is not None:
-            self._decoder.feed(part)
-        frames = []
-        while (frame := self._decoder.next()) is not None:
+            decoder.feed(part)
+        while not decoder.at_boundary and (frame := decoder.next()) is not None:
             frames.append(frame)
             if frame.body is None:
                 break

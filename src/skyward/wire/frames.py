@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+
+import msgspec
 
 from skyward.errors import ProtocolError
 
@@ -26,8 +27,8 @@ INLINE_BODY = 1 << 20
 DESCRIPTOR_LIMIT = 64
 
 
-@dataclass(slots=True)
-class Frame:
+# No dataclass: its `__init__` would be one Python function more for each frame.
+class Frame(msgspec.Struct, gc=False):
     """One received frame; `body` is None while a large body still waits on the socket."""
 
     kind: int
@@ -129,6 +130,8 @@ class FrameDecoder:
         self._at = end + inline
         # The body of a larger frame may have come in part.
         self.at_boundary = self._at == len(self._data) and body is not None
+        if not count:
+            return Frame(kind, meta, body, body_length)
         attached = tuple(self._descriptors[:count])
         del self._descriptors[:count]
         return Frame(kind, meta, body, body_length, attached)
