@@ -16,7 +16,7 @@ from .conftest import wait_until
 CALLS = 50
 ON_CLIENT = 57
 ON_WORKER = 54
-OF_AN_ADD = 34
+OF_AN_ADD = 20
 
 
 @sky.function

@@ -12,13 +12,12 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import math
 import os
 import secrets
-import select
 import threading
 import time
 import weakref
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +27,10 @@ from skyward.functions import Future
 from skyward.objects import encoding, payloads
 from skyward.objects.encoding import Encoded
 from skyward.objects.handles import opened
-from skyward.objects.payloads import Pieces
 from skyward.staff import Staff
-from skyward.state.link import SLICE_SECONDS, Slot, wait_readable, worker_state
-from skyward.wire import messages
-from skyward.wire.channel import Channel
-from skyward.wire.frames import Frame
+from skyward.state.link import worker_state
 from skyward.wire.handshake import PEER, connect_peer
+from skyward.wire.line import Line, LineRequest
 from skyward.wire.messages import (
     OBJECT_CALLS,
     Cancel,
@@ -43,6 +39,7 @@ from skyward.wire.messages import (
     Failure,
     Hello,
     Item,
+    Payload,
     Result,
     Run,
 )
@@ -51,8 +48,6 @@ WINDOW = 16
 """How many items of a generator may wait for the task."""
 
 _closings = Staff("skyward-stream", 8)
-
-Answer = tuple[Result | Failure | Item | End, Pieces | None]
 
 offered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """The handles of this client that have been sent somewhere, by the keys of their objects."""
@@ -167,137 +162,19 @@ class TaskMethod:
         return method_of, (self._handle, self._name)
 
 
-class ObjectLine:
-    """A connection to a process that has objects; any thread calls, and one at a time reads."""
-
-    def __init__(self, channel: Channel, *, threaded: bool) -> None:
-        """`threaded` has a thread of its own read; otherwise, one of those that wait does."""
-        self.channel = channel
-        self.lost = ""
-        """Why the connection is of no more use; empty if it is."""
-        self._calls: dict[int, HandleCall] = {}
-        self._lock, self._reading = threading.Lock(), threading.Lock()
-        self._reader: threading.Thread | None = None
-        self._poll = select.poll()
-        self._poll.register(channel.fileno(), select.POLLIN)
-        # OpenSSL may hold bytes that no poll sees.
-        if threaded or not channel.shares_memory:
-            self.start_reader()
-
-    def begin(self, call: HandleCall, run: Run, body: list[bytes | memoryview]) -> bool:
-        """Send a call; False if that cannot be, and the call has not begun."""
-        with self._lock:
-            if self.lost:
-                return False
-            self._calls[call.number] = call
-        try:
-            self.channel.send(run, body)
-            # From here on it may run: if the connection is lost now, it is not sent again.
-            return True
-        except OSError as problem:
-            self._lose(str(problem))
-            return False
-
-    def end(self, call: HandleCall, word: Cancel | Credit | None = None) -> None:
-        """Forget a call; `word` tells the other end that nobody waits for it any more."""
-        with self._lock:
-            known = self._calls.pop(call.number, None)
-        if word is not None and known is not None and not self.lost:
-            with contextlib.suppress(OSError):
-                self.channel.send(word)
-            # An answer may still come: the other end must never wait until somebody here reads.
-            self.start_reader()
-
-    def wait(self, call: HandleCall, seconds: float) -> None:
-        """Wait for an answer to a call, for so long at most; a task may be interrupted here."""
-        if self._reader is not None or not self._reading.acquire(blocking=False):
-            # Not for longer: the thread that is to read next may have been interrupted.
-            call.signal.wait(min(seconds, SLICE_SECONDS))
-            return
-        try:
-            while not (call.answers or call.cancelled or self.lost or self._reader) and seconds > 0:
-                if wait_readable(self._poll, min(seconds, SLICE_SECONDS)):
-                    self._read_one()
-                else:
-                    seconds -= SLICE_SECONDS
-        finally:
-            self._reading.release()
-            with self._lock:
-                others = [each for each in self._calls.values() if each is not call]
-            if others:
-                others[0].signal.wake()
-
-    def start_reader(self) -> None:
-        """Have a thread of its own read from now on."""
-        with self._lock:
-            if self._reader is None:
-                self._reader = threading.Thread(
-                    target=self._read, name="skyward-objects", daemon=True
-                )
-                self._reader.start()
-
-    def _read(self) -> None:
-        with self._reading:
-            while not self.lost:
-                self._read_one()
-
-    def _read_one(self) -> None:
-        try:
-            frame = self.channel.receive()
-            while True:
-                self._take(frame)
-                waiting = self.channel.buffered()
-                if not waiting:
-                    return
-                for frame in waiting[:-1]:
-                    self._take(frame)
-                frame = waiting[-1]
-        except (OSError, EOFError, SkywardError) as problem:
-            self._lose(str(problem))
-
-    def _take(self, frame: Frame) -> None:
-        message = messages.decode(frame.kind, frame.meta)
-        if not isinstance(message, Result | Failure | Item | End):
-            # A `Credit`: the other end waits for one.
-            return
-        pieces, payload = None, message.payload
-        if payload is not None:
-            body = payloads.read_body(self.channel, frame, payload, [])
-            pieces = payloads.unpack(payload, body, payloads.nowhere)
-        call = self._calls.get(message.task)
-        if call is not None:
-            call.answers.append((message, pieces))
-            call.signal.wake()
-
-    def forked(self) -> None:
-        """Be of no use in a process that was forked from the one that has the connection."""
-        self.lost = "it belongs to the process that this one was forked from"
-        self._lock = threading.Lock()
-
-    def _lose(self, why: str) -> None:
-        self.lost = why or "it has ended"
-        self.channel.abort()
-        with self._lock:
-            calls = list(self._calls.values())
-        for call in calls:
-            call.signal.wake()
-
-
 class ObjectLines:
     """The connections of this process to those that have objects."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, ObjectLine] = {}
+        self._lines: dict[str, Line] = {}
         self._lock = threading.Lock()
-        self._inherited: list[ObjectLine] = []
-        """Those of the process that this one was forked from: not this one's to close."""
         self.new_numbers()
 
     def new_numbers(self) -> None:
         """Begin with numbers that no other process uses."""
         self.numbers = itertools.count(OBJECT_CALLS + secrets.randbits(60))
 
-    def to(self, place: ObjectPlace) -> ObjectLine:
+    def to(self, place: ObjectPlace) -> Line:
         """The connection to a process; `OSError` if it cannot be reached."""
         line = self._lines.get(place.endpoints)
         if line is not None and not line.lost:
@@ -306,23 +183,20 @@ class ObjectLines:
         hello = Hello(place.pool, f"{PEER}-objects", pid=os.getpid())
         channel = connect_peer(place.endpoints, hello, worker_state.credentials, place.certified)
         with self._lock:
+            for each in self._lines.values():
+                # Processes whose objects nobody calls any more may have ended unseen.
+                each.check()
+            self._lines = {at: each for at, each in self._lines.items() if not each.lost}
             line = self._lines.get(place.endpoints)
-            if line is not None and not line.lost:
+            if line is not None:
                 # Another thread was faster.
                 channel.close()
                 return line
-            if line is not None:
-                line.channel.close()
-            line = self._lines[place.endpoints] = ObjectLine(
-                channel, threaded=worker_state.threaded
-            )
+            line = self._lines[place.endpoints] = Line(channel, threaded=worker_state.threaded)
             return line
 
     def forked(self) -> None:
         """Forget the connections of the parent process; the child makes its own."""
-        for line in self._lines.values():
-            line.forked()
-        self._inherited += self._lines.values()
         self._lines, self._lock = {}, threading.Lock()
         self.new_numbers()
 
@@ -331,21 +205,23 @@ lines = ObjectLines()
 os.register_at_fork(after_in_child=lines.forked)
 
 
-class HandleCall:
+class HandleCall(LineRequest):
     """One call that a task makes of an object in another process."""
 
+    __slots__ = ("_due", "_handle", "_line", "_method", "_through_client", "_timeout", "cancelled")
+
     def __init__(self, handle: TaskHandle, method: str) -> None:
+        super().__init__(next(lines.numbers))
         self._handle, self._method = handle, method
-        self._what = f"{handle._name}.{method}"
         self._timeout = handle._timeouts.get(method, handle._timeouts.get(""))
-        self._due = float("inf")
-        self._line: ObjectLine | None = None
+        self._due = math.inf
+        self._line: Line | None = None
         self._through_client: Future[Any] | None = None
         self.cancelled = False
-        self.number = next(lines.numbers)
-        self.answers: deque[Answer] = deque()
-        self.signal = Slot()
-        """Wakes the thread that waits for the next answer."""
+
+    @property
+    def _what(self) -> str:
+        return f"{self._handle._name}.{self._method}"
 
     @property
     def sent(self) -> bool:
@@ -364,7 +240,14 @@ class HandleCall:
         except OSError as problem:
             self._check_wanted()
             return self._ask_client(encoded, str(problem))
-        return self._result()
+        message, body = self.next_answer()
+        if message.payload is not None:
+            self.end()
+            return decoded(message.payload, body)
+        assert self._line is not None
+        # The other end must never wait until somebody here reads.
+        self._line.start_reader()
+        return ObjectStream(self)
 
     def _begin(self, encoded: Encoded) -> None:
         """Send the call; `OSError` if the process of the object cannot be reached."""
@@ -376,7 +259,7 @@ class HandleCall:
             line = lines.to(self._handle._place)
             self._check_wanted()
             self._line = line
-            if line.begin(self, run, packed.body):
+            if line.ask(self, run, packed.body):
                 return
 
     def _ask_client(self, encoded: Encoded, problem: str) -> Any:
@@ -402,24 +285,13 @@ class HandleCall:
         if self._through_client is not None:
             self._through_client.cancel()
         self.end(Cancel(self.number))
-        self.signal.wake()
+        self.wake()
 
     def _check_wanted(self) -> None:
         if self.cancelled:
             raise concurrent.futures.CancelledError(f"{self._what} was cancelled")
 
-    def _result(self) -> Any:
-        message, pieces = self.next_answer()
-        if pieces is not None:
-            self.end()
-            return encoding.decode(*pieces)
-        assert isinstance(message, Result)
-        assert self._line is not None
-        # The other end must never wait until somebody here reads.
-        self._line.start_reader()
-        return ObjectStream(self)
-
-    def next_answer(self) -> Answer:
+    def next_answer(self) -> tuple[Result | Item | End, bytearray]:
         """Wait for the next answer; if that is in vain, the call is cancelled."""
         line = self._line
         assert line is not None
@@ -428,11 +300,11 @@ class HandleCall:
                 self._check_wanted()
                 if line.lost:
                     raise InstanceLostError(
-                        f"{self._what} lost its worker on {self._handle._place.where}, or the "
-                        f"connection to it ({line.lost}); if the object is gone with it, make it "
-                        "again, or have @sky.cls(restart=True) do that"
+                        f"{self._what} lost its worker on {self._handle._place.where}: "
+                        f"{line.lost}; if the object is gone with it, make it again, or have "
+                        "@sky.cls(restart=True) do that"
                     )
-                left = self._due - time.monotonic()
+                left = self._due - time.monotonic() if self._timeout is not None else math.inf
                 if left <= 0:
                     raise TaskTimeoutError(
                         f"{self._what} ran longer than its timeout of {self._timeout:g} s on "
@@ -442,23 +314,37 @@ class HandleCall:
         except BaseException:
             self.end(Cancel(self.number))
             raise
-        message, pieces = self.answers.popleft()
+        message, body = self.answers.popleft()
         if isinstance(message, Failure):
             self.end()
+            pieces = None
+            if message.payload is not None:
+                pieces = payloads.unpack(message.payload, body, payloads.nowhere)
             raise payloads.raised(message, pieces, self._what, self._handle._place.where)
-        return message, pieces
+        return message, body
 
     def grant(self, count: int) -> None:
         """Let the other end send so many more items."""
-        assert self._line is not None
-        if not self._line.lost:
-            with contextlib.suppress(OSError):
-                self._line.channel.send(Credit(self.number, -1, count))
+        self._say(Credit(self.number, -1, count))
 
     def end(self, word: Cancel | Credit | None = None) -> None:
-        """Forget the call, and tell the other end so."""
-        if self._line is not None:
-            self._line.end(self, word)
+        """Forget the call; `word` tells the other end that nobody waits for it any more."""
+        line = self._line
+        if line is None or line.asked.pop(self.number, None) is None or word is None:
+            return
+        self._say(word)
+        # An answer may still come: the other end must never wait until somebody here reads.
+        line.start_reader()
+
+    def _say(self, word: Cancel | Credit) -> None:
+        if self._line is not None and not self._line.lost:
+            with contextlib.suppress(OSError):
+                self._line.channel.send(word)
+
+
+def decoded(payload: Payload, body: bytearray) -> Any:
+    """The value that has come."""
+    return encoding.decode(*payloads.unpack(payload, body, payloads.nowhere))
 
 
 class ObjectStream:
@@ -479,13 +365,13 @@ class ObjectStream:
             self._call.grant(WINDOW - self._owed)
             self._owed = WINDOW
         try:
-            message, pieces = self._call.next_answer()
+            message, body = self._call.next_answer()
         except BaseException:
             self._over = True
             raise
-        if isinstance(message, Item) and pieces is not None:
+        if isinstance(message, Item):
             self._owed -= 1
-            return encoding.decode(*pieces)
+            return decoded(message.payload, body)
         self._over = True
         self._call.end()
         raise StopIteration

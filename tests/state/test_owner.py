@@ -243,12 +243,14 @@ def test_the_holder_of_a_lock_beats_also_after_an_interrupted_acquire(
     token, _ = connection.perform(acquisition(timeout=5.0))
     sent: list[Any] = []
     monkeypatch.setattr(connection.channel, "send", sent.append)
-    connection._beat()
+    monkeypatch.setattr(connection, "_beaten_at", 0.0)
+    connection.idle()
     monkeypatch.undo()
     assert [question.what for question in sent] == ["beat"]
     assert connection.perform(StateOperation("lock", "l", "release", (token,)))
     monkeypatch.setattr(connection.channel, "send", sent.append)
-    connection._beat()
+    monkeypatch.setattr(connection, "_beaten_at", 0.0)
+    connection.idle()
     monkeypatch.undo()
     assert len(sent) == 1, "who holds nothing need not be heard"
 
@@ -275,7 +277,7 @@ def test_a_process_that_connects_again_has_its_locks(
 ) -> None:
     first, other = connect("one", process="p"), connect("two", process="q")
     token, _ = first.perform(acquisition())
-    first._lose("the network broke")
+    first.lose("the network broke")
     first.close()
     again = connect("one again", process="p", held=first.held)
     assert other.perform(StateOperation("lock", "l", "owner")) == "one again"

@@ -15,8 +15,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import msgspec
 
 STATE_MAX = 1 << 30
 """How many bytes all objects of a pool may have together."""
@@ -67,8 +68,8 @@ class Session(ABC):
         """
 
 
-@dataclass(slots=True, eq=False)
-class Asked:
+# No dataclass: its `__init__` would be one Python function more for each operation.
+class Asked(msgspec.Struct, eq=False):
     """One operation that a process asks for; it may wait."""
 
     session: Session
@@ -265,7 +266,7 @@ class OwnedCounter(OwnedObject):
         self._value = 0
 
     def _store(self, value: int) -> int:
-        if not isinstance(value, int) or abs(value) > COUNT_MAX:
+        if not isinstance(value, int) or not -COUNT_MAX <= value <= COUNT_MAX:
             raise Refused(
                 MISUSED, f"sky.counter {self.name!r}: {value!r} is beyond 63 bits; count less"
             )
@@ -398,6 +399,7 @@ class OwnedLock(OwnedObject):
     def _grant(self, session: Session, lease: float) -> tuple[int, bool]:
         self.session, self.lease = session, lease
         session.holds.add(self)
+        self.owner.watches = True
         self._token += 1
         abandoned, self._abandoned = self._abandoned, False
         return self._token, abandoned
@@ -557,7 +559,13 @@ class Owner:
         """The processes that held locks when their connections broke."""
         self._processes: dict[str, Session] = {}
         """The last session of each process, while it is there or holds locks."""
-        self._deadlines: list[tuple[float, int, Asked]] = []
+        self.deadlines: list[tuple[float, int, Asked]] = []
+        """Of operations that wait, or have waited: when, in which order, which."""
+        self.watches = False
+        """Whether a process may wait, or hold a lock: then somebody must see whether it is there.
+
+        Who looks says so when there is none any more.
+        """
         self._tidy_at = TIDY_MIN
         self._order = itertools.count()
 
@@ -630,19 +638,20 @@ class Owner:
             return None
         asked.place, asked.line, asked.payload = place, line, payload
         line[asked] = None
+        self.watches = True
         asked.session.waiters[asked.number] = asked
         if asked.timeout is not None:
             due = time.monotonic() + asked.timeout
             self._tidy_deadlines()
-            heapq.heappush(self._deadlines, (due, next(self._order), asked))
+            heapq.heappush(self.deadlines, (due, next(self._order), asked))
         return WAITING
 
     def _tidy_deadlines(self) -> None:
         """Forget the deadlines of operations that are over, once they may be the most."""
-        if len(self._deadlines) >= self._tidy_at:
-            self._deadlines = [each for each in self._deadlines if not each[2].over]
-            heapq.heapify(self._deadlines)
-            self._tidy_at = max(TIDY_MIN, 2 * len(self._deadlines))
+        if len(self.deadlines) >= self._tidy_at:
+            self.deadlines = [each for each in self.deadlines if not each[2].over]
+            heapq.heapify(self.deadlines)
+            self._tidy_at = max(TIDY_MIN, 2 * len(self.deadlines))
 
     def cancel(self, session: Session, number: int) -> None:
         """Forget a waiting operation whose caller waits no more; it may be over already."""
@@ -654,11 +663,11 @@ class Owner:
     def expire(self) -> float | None:
         """Answer what has waited long enough; returns the seconds until the next deadline."""
         now = time.monotonic()
-        while self._deadlines:
-            due, _, asked = self._deadlines[0]
+        while self.deadlines:
+            due, _, asked = self.deadlines[0]
             if not asked.over and due > now:
                 return due - now
-            heapq.heappop(self._deadlines)
+            heapq.heappop(self.deadlines)
             if not asked.over and asked.place is not None:
                 asked.place.timed_out(asked)
         return None

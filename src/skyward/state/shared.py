@@ -389,7 +389,7 @@ class SharedCounter(SharedObject):
 
     def add(self, amount: SupportsIndex = 1) -> int:
         """Add to the counter, and return what it is then."""
-        return int(self._call("add", self._whole(amount)))
+        return int(self._call("add", amount if type(amount) is int else self._whole(amount)))
 
     def increment(self, n: SupportsIndex = 1) -> int:
         """The same as `add`."""

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from skyward.state.link import Slot, wait_readable
+from skyward.wire.line import LineRequest, arrive, wait_readable
 from skyward.worker.places import ReadyTask
 
 AGAIN_SECONDS = 0.005
@@ -34,7 +34,12 @@ def await_other(wait: Callable[..., T], timeout: float | None) -> T:
     return wait(timeout=timeout)
 
 
-_WAITS = {Slot.wait.__code__, wait_readable.__code__, await_other.__code__}
+_WAITS = {
+    LineRequest.wait.__code__,
+    arrive.__code__,
+    wait_readable.__code__,
+    await_other.__code__,
+}
 """Functions of ours that wait for the user, and can be interrupted as the user's code can."""
 
 

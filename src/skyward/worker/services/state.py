@@ -16,14 +16,15 @@ import traceback
 from collections import deque
 from typing import Any
 
+import msgspec
+
 from skyward.closing import Closing
 from skyward.errors import ProtocolError
 from skyward.state.link import SILENT_SECONDS
 from skyward.state.owner import Asked, Owner, Session
-from skyward.wire import messages
-from skyward.wire.channel import Channel
-from skyward.wire.frames import Frame, header
-from skyward.wire.messages import Question, Reply
+from skyward.wire.channel import RECEIVE_SIZE, Channel
+from skyward.wire.frames import HEADER, PROTOCOL, Frame
+from skyward.wire.messages import ENCODER, MALFORMED, Question, Reply
 from skyward.worker.services import Caller, answers
 
 LOOK_SECONDS = 1.0
@@ -32,6 +33,7 @@ UNSENT_MAX = 32 << 20
 """A process that leaves so many bytes of answers unread is not read from, either."""
 
 _DONT_WAIT = int(socket.MSG_DONTWAIT)
+_questions = msgspec.msgpack.Decoder(Question)
 
 
 class RemoteSession(Session):
@@ -41,6 +43,7 @@ class RemoteSession(Session):
         super().__init__()
         self.channel = channel
         self.sender, self.receiver = channel.detach()
+        self.encrypted = isinstance(self.sender, ssl.SSLSocket)
         self.unsent = bytearray()
         self.blocked = False
         """Whether the connection did not take all answers at once."""
@@ -50,29 +53,28 @@ class RemoteSession(Session):
         """Whether the process has said that it leaves for good."""
         self.is_local = self.receiver.family == socket.AF_UNIX
         """Whether an error of the connection, too, is the end of the process: no network fails."""
+        self.left = False
+        """Whether the connection has ended, and the process waits for nothing any more."""
         self.ended = threading.Event()
+        """Is set then."""
         self._dirty = dirty
         """The sessions that have something to send."""
 
     def answer(
         self, number: int, value: Any = None, problem: str = "", *, more: bool = False
     ) -> None:
-        meta = messages.encode(Reply(value, problem, more, number))
-        self.unsent += header(Reply.KIND, len(meta), 0)
-        self.unsent += meta
+        meta = ENCODER.encode(Reply(value, problem, more, number))
+        self.unsent += HEADER.pack(Reply.KIND, 0, PROTOCOL, len(meta), 0) + meta
         self._dirty.add(self)
 
-    def flush(self) -> None:
-        """Send as much as the connection takes now."""
-        while self.unsent:
-            try:
-                if isinstance(self.sender, ssl.SSLSocket):
-                    count = self.sender.send(self.unsent)
-                else:
-                    count = self.sender.send(self.unsent, _DONT_WAIT)
-            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                return
-            del self.unsent[:count]
+    def read(self, room: memoryview) -> list[Frame]:
+        """The frames that have come; uses the room for their bytes."""
+        if self.encrypted:
+            return self.channel.poll()
+        count = self.receiver.recv_into(room, 0, _DONT_WAIT)
+        if not count:
+            raise EOFError("the other end closed the connection")
+        return self.channel.cut(room[:count])
 
 
 class StateServer(Closing):
@@ -100,7 +102,7 @@ class StateServer(Closing):
         session = RemoteSession(channel, self._dirty)
         session.who, session.process, session.direct = who, process, direct
         channel.set_blocking(False)
-        if isinstance(session.sender, ssl.SSLSocket):
+        if session.encrypted:
             session.sender.setblocking(False)
         self._arrived.append(session)
         self._waking.send(b"\0")
@@ -118,30 +120,27 @@ class StateServer(Closing):
         self._waking.close()
 
     def _run(self) -> None:
+        owner, dirty, room = self._owner, self._dirty, memoryview(bytearray(RECEIVE_SIZE))
         while not self._closed:
-            for key, events in self._selector.select(self._pause()):
-                if key.data is None:
+            pause = owner.expire() if owner.deadlines else None
+            if dirty:
+                pause = 0.0
+            elif owner.watches and (pause is None or pause > LOOK_SECONDS):
+                pause = LOOK_SECONDS
+            for key, events in self._selector.select(pause):
+                session = key.data
+                if session is None:
                     self._take_arrived()
                     continue
                 if events & selectors.EVENT_WRITE:
-                    self._dirty.add(key.data)
+                    dirty.add(session)
                 if events & selectors.EVENT_READ:
-                    self._take(key.data, key.data.channel.poll)
-            self._look()
-            while self._dirty:
+                    self._take(session, room)
+            if owner.watches:
+                self._look()
+            while dirty:
                 # A connection that is lost frees locks, which gives others answers to send.
-                self._flush(self._dirty.pop())
-
-    def _pause(self) -> float | None:
-        due = self._owner.expire()
-        if self._dirty:
-            return 0.0
-        if self._owner.absent:
-            return LOOK_SECONDS if due is None else min(due, LOOK_SECONDS)
-        for session in self._sessions:
-            if session.waiters or session.holds:
-                return LOOK_SECONDS if due is None else min(due, LOOK_SECONDS)
-        return due
+                self._flush(dirty.pop())
 
     def _take_arrived(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -153,52 +152,64 @@ class StateServer(Closing):
             self._owner.come(session)
             session.answer(0, self._owner.epoch)
             # Its next question may have come with the first, and be read already.
-            self._take(session, session.channel.buffered)
+            self._take(session, None)
 
-    def _take(self, session: RemoteSession, frames: Any) -> None:
+    def _take(self, session: RemoteSession, room: memoryview | None) -> None:
+        """Perform what a process asks for; without a room, only what has been read already."""
+        perform = self._owner.perform
         try:
-            for frame in frames():
-                self._perform(session, frame)
+            frames = session.channel.buffered() if room is None else session.read(room)
+            session.heard = time.monotonic()
+            for frame in frames:
+                if frame.body_length or frame.kind != Question.KIND:
+                    raise ProtocolError("only questions, without a body, are about shared state")
+                question = _questions.decode(frame.meta)
+                arguments = question.arguments
+                if "of" in arguments:
+                    waits, options = "waits" in arguments, arguments.get("options")
+                    asked = Asked(session, question.number, waits, arguments.get("waits"))
+                    kind, name = arguments["of"]
+                    perform(asked, kind, name, question.what, arguments["with"], options)
+                else:
+                    self._note(session, question)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return
         except EOFError:
             self._drop(session, ended=session.direct)
         except OSError:
             self._drop(session, ended=session.direct and session.is_local)
-        except ProtocolError:
+        except (ProtocolError, *MALFORMED):
             self._drop(session)
         except Exception:
             # One process must not take the state from all others.
             traceback.print_exc()
             self._drop(session)
 
-    def _perform(self, session: RemoteSession, frame: Frame) -> None:
-        if frame.body_length:
-            raise ProtocolError("a question about shared state has no body")
-        question = messages.decode_as(Question, frame.kind, frame.meta)
-        session.heard = time.monotonic()
-        arguments = question.arguments
-        number = question.number
+    def _note(self, session: RemoteSession, question: Question) -> None:
+        """Note what a process says of itself."""
         match question.what:
             case "beat":
-                session.answer(number)
+                session.answer(question.number)
             case "bye":
                 session.parted = True
             case "keep":
                 session.direct = False
             case "cancel":
-                self._owner.cancel(session, *arguments["with"])
-                session.answer(number)
+                self._owner.cancel(session, *question.arguments["with"])
+                session.answer(question.number)
             case what:
-                kind, name = arguments["of"]
-                asked = Asked(session, number, "waits" in arguments, arguments.get("waits"))
-                self._owner.perform(
-                    asked, kind, name, what, arguments["with"], arguments.get("options")
-                )
+                raise ProtocolError(f"{what!r} is about nothing")
 
     def _flush(self, session: RemoteSession) -> None:
-        if session.ended.is_set():
+        """Send a process as much as its connection takes now."""
+        if session.left:
             return
         try:
-            session.flush()
+            while session.unsent:
+                flags = 0 if session.encrypted else _DONT_WAIT
+                del session.unsent[: session.sender.send(session.unsent, flags)]
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            pass
         except OSError:
             self._drop(session, ended=session.direct and session.is_local)
             return
@@ -236,10 +247,14 @@ class StateServer(Closing):
             self._owner.free_leases(session)
             if session.waiters and now - session.heard > SILENT_SECONDS:
                 self._drop(session)
+        self._owner.watches = bool(self._owner.absent) or any(
+            each.waiters or each.holds for each in self._sessions
+        )
 
     def _drop(self, session: RemoteSession, *, ended: bool = False) -> None:
-        if session.ended.is_set():
+        if session.left:
             return
+        session.left = True
         for end in {session.sender, session.receiver}:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(end)
