@@ -29,7 +29,7 @@ torch = pytest.importorskip("torch")
 @pytest.fixture(scope="module", params=["unix", "tcp"] if ALL else ["unix"])
 def bench(request: pytest.FixtureRequest, home: Path) -> Iterator[str]:
     """A pool whose device process stays from test to test: it takes seconds to start."""
-    name = f"residents-{request.param}"
+    name = f"kept-{request.param}"
     local = sky.Local(transport=request.param)
     with sky.Compute(local, name=name, keep=True, options=QUIET) as compute:
         compute.keep("anchor", torch.zeros(1, device=compute.device("cpu")))

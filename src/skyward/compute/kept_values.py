@@ -59,15 +59,15 @@ class KeptValues:
         node, kind = self._home(name, devices)
         with self._fleet.service(node, "values") as service:
             number, path = service.ask("begin")
-            resident = _encode(value, devices[0]) if devices else None
-            if resident is None:
+            on_device = _encode(value, devices[0]) if devices else None
+            if on_device is None:
                 pid, numbers, size = 0, [], 0
                 self._run(_fill(path, value), node)
             else:
                 pid = self._fleet.devices.process_of(devices[0])
                 self._fleet.devices.keep(devices[0])
-                numbers, size = resident.numbers, resident.bytes
-                self._run(_store(path, resident.encoded), node)
+                numbers, size = on_device.numbers, on_device.bytes
+                self._run(_store(path, on_device.encoded), node)
             service.ask(
                 "finish", number=number, name=name, kind=kind, pid=pid, numbers=numbers, bytes=size
             )
@@ -88,7 +88,7 @@ class KeptValues:
                 found = service.ask("find", name=name)
                 if found is None:
                     continue
-                if found["resident"]:
+                if found["on_device"]:
                     return self._take_up(name, node, found, service)
                 call = _read if not found["device"] else remote(_read, device=found["device"])
                 return self._run(call(found["path"], found["size"]), node)
@@ -102,7 +102,7 @@ class KeptValues:
         found: dict[str, KeptValue] = {}
         for node in self._serving():
             for told in self._ask(node, "list") or ():
-                device = told["device"] if told["resident"] else ""
+                device = told["device"] if told["on_device"] else ""
                 found[told["name"]] = KeptValue(
                     told["name"], node, device, told["bytes"], told["since"], told["lost"]
                 )
@@ -152,7 +152,7 @@ class KeptValues:
         encoded = self._run(_loaded(found["path"], found["size"]), node)
         try:
             self._fleet.dispatcher.check_open()
-            index = self._fleet.devices.resident(node, found["device"], found["pid"])
+            index = self._fleet.devices.of_process(node, found["device"], found["pid"])
             if self._fleet.devices.process_of(index) == found["pid"]:
                 self._fleet.devices.keep(index)
                 return _decode(encoded, index, _adopted(encoded, index))
@@ -168,7 +168,7 @@ class KeptValues:
         """Copies of tensors that are in the process of another client's device."""
         import torch
 
-        filled = [each for each in encoded.residents if each[1]]
+        filled = [each for each in encoded.kept if each[1]]
         descriptions = [description for _, _, description in filled]
         if not all(descriptions):
             raise PoolError(
@@ -178,9 +178,7 @@ class KeptValues:
             )
         call = remote(_opened, device=torch.device("sky", index))
         copies = iter(self._run(call(descriptions), node) if descriptions else ())
-        return [
-            next(copies).untyped_storage() if size else None for _, size, _ in encoded.residents
-        ]
+        return [next(copies).untyped_storage() if size else None for _, size, _ in encoded.kept]
 
 
 def _check_there(name: str, node: int, found: dict[str, Any]) -> None:
@@ -224,7 +222,7 @@ def check_name(name: object, method: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _ResidentValue:
+class _DeviceValue:
     """A value that is to be kept: all but its tensors on the device, and what these are there."""
 
     encoded: EncodedValue
@@ -234,7 +232,7 @@ class _ResidentValue:
     """How many bytes they have together."""
 
 
-def _encode(value: object, index: int) -> _ResidentValue | None:
+def _encode(value: object, index: int) -> _DeviceValue | None:
     """Encode a value for keeping; None if some of it has to be copied to the node's memory.
 
     Waits for everything issued on the device before, and raises errors of that.
@@ -248,23 +246,24 @@ def _encode(value: object, index: int) -> _ResidentValue | None:
         return None
     storages = [ref.storage for ref in book.kept]
     filled = [storage for storage in storages if storage.nbytes()]
-    found = core().residents(index, [storage.data_ptr() for storage in filled]) if filled else []
+    pointers = [storage.data_ptr() for storage in filled]
+    found = core().kept_storages(index, pointers) if pointers else []
     numbers = [number for number, _ in found]
     if 0 in numbers or len(set(numbers)) < len(numbers):
         # A slice of a storage, or a lazy clone: the process has no memory for it alone.
         return None
     places = iter(zip(filled, found, strict=True))
-    residents = [_resident(next(places)) if each.nbytes() else (0, 0, b"") for each in storages]
-    kept = EncodedValue(
+    kept = [_storage(next(places)) if each.nbytes() else (0, 0, b"") for each in storages]
+    encoded_value = EncodedValue(
         b"".join(encoded.pieces),
         [PickleBuffer(each) for each in encoded.buffers],
         encoded.storages,
-        residents,
+        kept,
     )
-    return _ResidentValue(kept, numbers, sum(storage.nbytes() for storage in filled))
+    return _DeviceValue(encoded_value, numbers, sum(storage.nbytes() for storage in filled))
 
 
-def _resident(
+def _storage(
     place: tuple[torch.UntypedStorage, tuple[int, bytes]],
 ) -> tuple[int, int, bytes]:
     storage, (number, description) = place
@@ -275,9 +274,9 @@ def _adopted(encoded: EncodedValue, index: int) -> list[torch.UntypedStorage | N
     """The storages of a value, over the memory that the device's process has held for them."""
     from skyward.device.core import core
 
-    places = [(number, size) for number, size, _ in encoded.residents if size]
+    places = [(number, size) for number, size, _ in encoded.kept if size]
     storages = iter(core().adopt(index, places) if places else ())
-    return [next(storages) if size else None for _, size, _ in encoded.residents]
+    return [next(storages) if size else None for _, size, _ in encoded.kept]
 
 
 def _decode(

@@ -276,18 +276,18 @@ class Core:
 
         Storages are named by their data pointers. Waits for all earlier operations of the device.
         """
-        reader = _Answer(self._exported(index, storages, stay=False))
+        reader = _Answer(self._exported(index, storages, numbered=False))
         return [reader.text() for _ in storages]
 
-    def residents(self, index: int, storages: list[int]) -> list[tuple[int, bytes]]:
+    def kept_storages(self, index: int, storages: list[int]) -> list[tuple[int, bytes]]:
         """As `export`, each with the number of its memory in the device's process, or 0.
 
-        The process is told by its agent which of them stay when the client leaves.
+        The process is told by its agent which of them are kept when the client leaves.
         """
-        reader = _Answer(self._exported(index, storages, stay=True))
+        reader = _Answer(self._exported(index, storages, numbered=True))
         return [(reader.number(), reader.text()) for _ in storages]
 
-    def _exported(self, index: int, storages: list[int], *, stay: bool) -> bytes:
+    def _exported(self, index: int, storages: list[int], *, numbered: bool) -> bytes:
         import torch
 
         # Raises an earlier error with its own class; the call below has only its text.
@@ -297,7 +297,7 @@ class Core:
             "sky_export",
             (ctypes.c_uint64 * len(storages))(*storages),
             ctypes.c_uint64(len(storages)),
-            int(stay),
+            int(numbered),
             ctypes.byref(answer),
             ctypes.byref(size),
         )

@@ -87,9 +87,9 @@ class PoolDevices:
             raise
         return index
 
-    def resident(self, node: int, kind: str, pid: int) -> int:
+    def of_process(self, node: int, kind: str, pid: int) -> int:
         """The index of the device that is that process; of the node's, if another client has it."""
-        found = self._resident_process(node, kind, pid)
+        found = self._kept_process(node, kind, pid)
         return self.get(node, kind) if found is None else found
 
     def _await_node(self, index: int) -> None:
@@ -113,7 +113,7 @@ class PoolDevices:
                 found = None
             return self._start(node, kind, back=back) if found is None else found
 
-    def _resident_process(self, node: int, kind: str, pid: int) -> int | None:
+    def _kept_process(self, node: int, kind: str, pid: int) -> int | None:
         """The index of the device that is a process with kept values; None if it is not to be had.
 
         If the node's device of that kind is another process, this one is a device besides.

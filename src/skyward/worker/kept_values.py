@@ -53,7 +53,7 @@ class ValueFile:
         return {
             "name": name,
             "device": self.kind,
-            "resident": self.tensors is not None,
+            "on_device": self.tensors is not None,
             "bytes": self.size + (self.tensors.bytes if self.tensors else 0),
             "since": self.since,
             "lost": self.tensors.process.lost if self.tensors else "",
@@ -165,7 +165,7 @@ class NamedValues:
 
 
 Storages = list[tuple[int, int]]
-Resident = tuple[int, int, bytes]
+KeptStorage = tuple[int, int, bytes]
 """A storage in a device's process: its number, its bytes, and how others open it (or nothing)."""
 
 
@@ -177,7 +177,7 @@ class EncodedValue:
     """Any bytes, as all buffers are."""
     buffers: list[Any]
     storages: Storages
-    residents: list[Resident] = field(default_factory=list)
+    kept: list[KeptStorage] = field(default_factory=list)
 
 
 def fill(path: str, value: Any) -> None:
@@ -189,7 +189,7 @@ def fill(path: str, value: Any) -> None:
 def store(path: str, value: EncodedValue) -> None:
     """Write a value that is encoded already."""
     with open(path, "r+b") as file:
-        stored.append(file, [value.pickle], value.buffers, value.storages, value.residents)
+        stored.append(file, [value.pickle], value.buffers, value.storages, value.kept)
 
 
 def load(path: str, size: int) -> EncodedValue:
@@ -200,8 +200,8 @@ def load(path: str, size: int) -> EncodedValue:
                 file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
         )
-    residents, (pickle, buffers, storages) = next(stored.objects(block))
-    return EncodedValue(pickle, buffers, storages, [tuple(each) for each in residents])
+    kept, (pickle, buffers, storages) = next(stored.objects(block))
+    return EncodedValue(pickle, buffers, storages, [tuple(each) for each in kept])
 
 
 def read(path: str, size: int) -> Any:
@@ -214,7 +214,7 @@ def loaded(path: str, size: int) -> EncodedValue:
     """What is in a value's file, for the client, which decodes it."""
     found = load(path, size)
     buffers = [PickleBuffer(each) for each in found.buffers]
-    return EncodedValue(bytes(found.pickle), buffers, found.storages, found.residents)
+    return EncodedValue(bytes(found.pickle), buffers, found.storages, found.kept)
 
 
 def opened(descriptions: list[bytes]) -> list[Any]:

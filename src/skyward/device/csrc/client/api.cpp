@@ -132,10 +132,10 @@ void sky_interrupts(int (*lock)(), void (*unlock)(int), int (*occurred)(), _obje
 
 int sky_in_bad_fork() { return sky::in_bad_fork(); }
 
-// How others on their node open these storages of one device, each named by its data pointer. With `stay`, before each
-// comes the number of its memory, which may stay when the client leaves. The answer stays until this thread's next
-// call.
-int sky_export(const uint64_t* storages, uint64_t count, int stay, const char** answer, uint64_t* size) {
+// How others on their node open these storages of one device, each named by its data pointer. With `numbered`, before
+// each comes the number of its memory, which may be kept when the client leaves. The answer stays until this thread's
+// next call.
+int sky_export(const uint64_t* storages, uint64_t count, int numbered, const char** answer, uint64_t* size) {
   return sky::guarded([&] {
     sky::Session* session = nullptr;
     std::vector<uint32_t> slots;
@@ -147,13 +147,13 @@ int sky_export(const uint64_t* storages, uint64_t count, int stay, const char** 
       slots.push_back(place.offset ? 0 : place.slot);
     }
     SKY_CHECK(session, "no storage to export");
-    sky::last_export = stay ? session->reside(slots) : session->exported(slots);
+    sky::last_export = numbered ? session->numbered(slots) : session->exported(slots);
     *answer = sky::last_export.data();
     *size = sky::last_export.size();
   });
 }
 
-// Storages over memory that has stayed in the worker's process, by its numbers: weak pointers, alive until this
+// Storages over memory that was kept in the worker's process, by its numbers: weak pointers, alive until this
 // thread's next call. With a count of 0, those of the last call are let go.
 int sky_adopt(int index, const uint64_t* numbers, const uint64_t* sizes, uint64_t count, void** weak) {
   static thread_local std::vector<c10::Storage> made;

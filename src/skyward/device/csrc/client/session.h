@@ -185,8 +185,8 @@ class Session {
   void renew(uint32_t slot);  // new memory for a slot whose contents are not to be had
   void inherit(Session& before, const Inheritance& inheritance);
 
-  // residents.cpp: memory that stays in the worker's process when its client leaves.
-  std::string reside(const std::vector<uint32_t>& slots);  // the worker's answer
+  // kept_storages.cpp: memory that is kept in the worker's process when its client leaves.
+  std::string numbered(const std::vector<uint32_t>& slots);  // the worker's answer
   // Storages over such memory, by its numbers. What a living storage here has already is shared with that.
   std::vector<c10::Storage> adopt(const std::vector<uint64_t>& numbers, const std::vector<uint64_t>& sizes);
 
@@ -260,7 +260,7 @@ class Session {
   Slots slots_;
   std::vector<Life> lives_;  // by slot
   std::unordered_map<uint32_t, Hold> held_;
-  std::unordered_map<uint64_t, Life> residents_;        // by their numbers, as they were when this session met them
+  std::unordered_map<uint64_t, Life> kept_;             // by their numbers, as they were when this session met them
   Session* successor_ = nullptr;                        // has the storages of this one, whose worker is gone
   std::array<uint32_t, Address::kLargeCount> large_{};  // the slots of storages of more than 4 GiB
   uint32_t large_count_ = 0;

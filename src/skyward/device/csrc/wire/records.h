@@ -37,7 +37,7 @@ enum Record : uint32_t {
   kUnshare = 0x7fffff13u,   // u32 area
   kCopyIn = 0x7fffff14u,    // u32 slot, u64 offset, u64 bytes, u32 area, u64 offset in it
   kLose = 0x7fffff30u,      // u32 length, u32 slot, text: the tensor was lost with another worker, and says so
-  kReside = 0x7fffff31u,    // u32 length, slots; replied for each: u64 number of its memory or 0, text as for kExport
+  kNumbered = 0x7fffff31u,  // u32 length, slots; replied for each: u64 number of its memory or 0, text as for kExport
   kAdopt = 0x7fffff32u,     // u32 length, for each: u32 slot, u64 number, u64 bytes; replied when all have that memory
   kCopyOut = 0x7fffff15u,   // u32 length, u32 slot, layout, u64 offset, u32 area, u64 offset in it
   // Between two devices. A link has a number, and so has each passage over it, in each direction.

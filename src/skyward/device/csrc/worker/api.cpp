@@ -10,8 +10,8 @@
 #include <sstream>
 
 #include "exports.h"
+#include "kept_storages.h"
 #include "peers.h"
-#include "residents.h"
 #include "session.h"
 
 // Serves one client until it leaves. Returns 0, or 1 with a message for the log.
@@ -96,21 +96,21 @@ extern "C" void sky_worker_free_link(uint64_t link) { sky::Peers::all().free(lin
 // Storages that stay when the client leaves, by their numbers. Returns 0, or 1 if one of them is not there: then none
 // is held. Each is held until it is dropped as often.
 extern "C" int sky_worker_hold(const uint64_t* numbers, uint64_t count) {
-  return !sky::Residents::all().hold({numbers, numbers + count});
+  return !sky::KeptStorages::all().hold({numbers, numbers + count});
 }
 
 extern "C" void sky_worker_drop(const uint64_t* numbers, uint64_t count) {
-  sky::Residents::all().drop({numbers, numbers + count});
+  sky::KeptStorages::all().drop({numbers, numbers + count});
 }
 
-extern "C" uint64_t sky_worker_held() { return sky::Residents::all().count(); }
+extern "C" uint64_t sky_worker_held() { return sky::KeptStorages::all().count(); }
 
 // After a session: waits for the device, and gives back all memory but what is held. Returns 0, or 1 with a message if
 // the device cannot be used any more.
 extern "C" int sky_worker_rest(const char* device, char* message, size_t size) {
   try {
     c10::Device real{std::string(device)};
-    sky::Residents::all().sweep();
+    sky::KeptStorages::all().sweep();
     sky::free_idle(true);
     if (real.is_cuda()) {
       c10::impl::VirtualGuardImpl(c10::kCUDA).synchronizeDevice(real.has_index() ? real.index() : 0);

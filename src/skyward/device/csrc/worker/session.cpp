@@ -2,9 +2,9 @@
 // and what depends on it is poisoned.
 #include "session.h"
 #include "exports.h"
+#include "kept_storages.h"
 #include "pages.h"
 #include "peers.h"
-#include "residents.h"
 #include "settings.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -159,7 +159,7 @@ size_t Session::step(const char* data, size_t size) {
     case kLink: return sized(data, size, [&](Reader& r) { link(r); });
     case kUnlink: return sized(data, size, [&](Reader& r) { unlink(r); });
     case kExport: return sized(data, size, [&](Reader& r) { export_slots(r); });
-    case kReside: return sized(data, size, [&](Reader& r) { reside(r); });
+    case kNumbered: return sized(data, size, [&](Reader& r) { numbered(r); });
     case kAdopt: return sized(data, size, [&](Reader& r) { adopt(r); });
     default: throw Malformed("a record of unknown kind");
   }
@@ -363,7 +363,7 @@ void Session::export_slots(Reader& r) {
 }
 
 // As for others, with numbers by which a later session of this process finds the same memory.
-void Session::reside(Reader& r) {
+void Session::numbered(Reader& r) {
   attempt("waiting for the device", [&] { streams_.synchronize(kAllStreams); });
   collect_exports();
   Writer w;
@@ -381,7 +381,7 @@ void Session::reside(Reader& r) {
         slots_.hold(held, own);
       });
     if (held.poison) poison = held.poison;
-    w.u64(held.has_memory() ? Residents::all().number_of(held.memory()) : 0);
+    w.u64(held.has_memory() ? KeptStorages::all().number_of(held.memory()) : 0);
     w.text(held.has_memory() ? exported(held.memory()) : "");
   }
   if (auto failure = first_error_ ? std::exchange(first_error_, nullptr) : poison) reply(*failure);
@@ -393,7 +393,7 @@ void Session::adopt(Reader& r) {
     while (r.left()) {
       auto& held = slots_[r.u32()];
       auto number = r.u64(), bytes = r.u64();
-      auto storage = Residents::all().find(number);
+      auto storage = KeptStorages::all().find(number);
       TORCH_CHECK(storage && storage.nbytes() >= bytes, "the memory of a kept tensor of ", bytes,
                   " bytes is not there any more");
       slots_.clear(held);

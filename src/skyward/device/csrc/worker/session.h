@@ -119,7 +119,7 @@ class Session {
   void memory(Reader& r);
   void event(Reader& r);
   void export_slots(Reader& r);
-  void reside(Reader& r);
+  void numbered(Reader& r);
   void adopt(Reader& r);
   void lose(Reader& r);
   void reply(const Failure& failure) { reply(failure.kind, failure.told()); }

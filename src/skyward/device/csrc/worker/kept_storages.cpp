@@ -1,16 +1,16 @@
-#include "residents.h"
+#include "kept_storages.h"
 
 #include <algorithm>
 
 namespace sky {
 
-Residents& Residents::all() {
+KeptStorages& KeptStorages::all() {
   // Never destroyed: what it holds would be freed after the device's own library.
-  static Residents& residents = *std::make_unique<Residents>().release();
-  return residents;
+  static KeptStorages& kept = *std::make_unique<KeptStorages>().release();
+  return kept;
 }
 
-uint64_t Residents::number_of(const c10::Storage& storage) {
+uint64_t KeptStorages::number_of(const c10::Storage& storage) {
   auto* impl = storage.unsafeGetStorageImpl();
   std::lock_guard lock(mutex_);
   auto [found, is_new] = numbers_.try_emplace(impl, last_ + 1);
@@ -21,7 +21,7 @@ uint64_t Residents::number_of(const c10::Storage& storage) {
   return found->second;
 }
 
-bool Residents::hold(const std::vector<uint64_t>& numbers) {
+bool KeptStorages::hold(const std::vector<uint64_t>& numbers) {
   std::vector<c10::Storage> living;  // freed, if it comes to that, after the lock
   std::lock_guard lock(mutex_);
   for (auto number : numbers) {
@@ -38,7 +38,7 @@ bool Residents::hold(const std::vector<uint64_t>& numbers) {
   return true;
 }
 
-void Residents::drop(const std::vector<uint64_t>& numbers) {
+void KeptStorages::drop(const std::vector<uint64_t>& numbers) {
   std::vector<c10::Storage> freed;
   std::lock_guard lock(mutex_);
   for (auto number : numbers) {
@@ -49,18 +49,18 @@ void Residents::drop(const std::vector<uint64_t>& numbers) {
   }
 }
 
-c10::Storage Residents::find(uint64_t number) {
+c10::Storage KeptStorages::find(uint64_t number) {
   std::lock_guard lock(mutex_);
   auto found = entries_.find(number);
   return found == entries_.end() ? c10::Storage() : c10::Storage(found->second.weak.lock());
 }
 
-uint64_t Residents::count() {
+uint64_t KeptStorages::count() {
   std::lock_guard lock(mutex_);
   return static_cast<uint64_t>(std::count_if(entries_.begin(), entries_.end(), [](auto& e) { return e.second.holds; }));
 }
 
-void Residents::sweep() {
+void KeptStorages::sweep() {
   std::lock_guard lock(mutex_);
   std::erase_if(numbers_, [&](auto& e) { return !entries_.at(e.second).holds; });
   std::erase_if(entries_, [](auto& e) { return !e.second.holds; });

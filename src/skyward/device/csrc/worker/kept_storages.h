@@ -1,4 +1,4 @@
-// Residents: storages that stay in this process when its client leaves, for the next one.
+// Kept storages: those that are still in this process when its client has left, for the next one.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -13,9 +13,9 @@
 namespace sky {
 
 // The session's thread numbers storages and takes them up again; the thread that hears the agent holds and drops them.
-class Residents {
+class KeptStorages {
  public:
-  static Residents& all();
+  static KeptStorages& all();
 
   // The storage's number, the same each time; it means something only as long as the storage lives.
   uint64_t number_of(const c10::Storage& storage);
