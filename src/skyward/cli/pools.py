@@ -31,9 +31,9 @@ def down(name: str | None, everything: bool, yes: bool, force: bool, forget: boo
     """Remove the machines of pools that were left behind, or of the pool NAME.
 
     NAME is a pool's name or the beginning of its identifier, as `sky ps` shows them. A kept
-    pool is removed only by its name, or with --all; if it has clients, or scripts or calls by
-    name run on it, --force is needed. --forget removes nothing: it is for machines that are gone,
-    or that nobody can reach any more.
+    pool is removed only by its name, or with --all; if it has clients or runs jobs, --force
+    is needed. --forget removes nothing: it is for machines that are gone, or that nobody can reach
+    any more.
     """
     if name is not None and everything:
         raise click.UsageError("give a name or --all, not both")
@@ -353,13 +353,13 @@ def _import(path: Path, name: str | None, given: Sequence[str]) -> None:
 
 @click.command(cls=Command)
 @click.argument("name", shell_complete=names.kept_pools)
-@click.option("--force", is_flag=True, help="Also if clients, scripts or calls by name use it.")
+@click.option("--force", is_flag=True, help="Also if it has clients or runs jobs.")
 def stop(name: str, force: bool) -> None:
     """End the agents and workers of the pool NAME, and stop its machines.
 
     `sky start NAME` starts them again. The machines of AWS and containers keep their disks, pods
-    are made anew; hosts and this machine stay as they are. The list of jobs, their output, and
-    results of calls by name go: fetch what you need first.
+    are made anew; hosts and this machine stay as they are. The list of jobs, their output and
+    their results go: fetch what you need first.
     """
     from skyward.compute import stop_pool
 

@@ -110,7 +110,7 @@ def _show_pool(name: str) -> None:
     _section("nodes", heads, [_node_row(*each) for each in nodes], ("node", "workers"))
     clients = [_client_row(each) for each in now.clients]
     _section("clients", ("client", "process", "since", "command"), clients, ("process",))
-    _section("jobs and calls", HEADS, [job_row(each) for each in jobs], ("code", "took"))
+    _section("jobs", HEADS, [job_row(each) for each in jobs], ("code", "took"))
     values = [_value_row(each) for each in now.values]
     _section("values", ("value", "node", "device", "size"), values, ("node", "size"))
 

@@ -514,8 +514,8 @@ class Compute:
     def down(self, *, force: bool = False) -> None:
         """End a kept pool, for all its clients.
 
-        Refuses while other clients are attached, or scripts or calls by name run on it, and names
-        them, unless `force` is given.
+        Refuses while other clients are attached or jobs run on it, and names them, unless
+        `force` is given.
 
         >>> sky.attach("train").down()
         """
@@ -883,8 +883,8 @@ class Compute:
         """Grow or shrink to that many nodes; `(min, max)` and `Nodes` set new bounds as well.
 
         Returns when that many nodes are ready; with bounds, when `min` nodes are ready. A kept
-        pool does not shrink while other clients are attached, calls by name go on or scripts run
-        on it: the error names them. `force` shrinks it all the same.
+        pool does not shrink while other clients are attached or jobs run on it: the
+        error names them. `force` shrinks it all the same.
 
         >>> compute.resize(4)
         >>> compute.resize(sky.Nodes(8, min=4))

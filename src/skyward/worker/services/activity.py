@@ -32,7 +32,7 @@ TOTALS_SECONDS = 1.0
 JOBS_SECONDS = 0.4
 """How long until jobs are read again: there may be thousands of calls by name."""
 JOBS_MOST = 100
-"""How many jobs and calls by name are told: the latest, and those that have not ended."""
+"""How many jobs are told: the latest, and those that have not ended."""
 TASKS_A_TIME = 60
 """How many tasks of a slot are told at a time; the others are only counted."""
 TASKS_FIRST = 300
