@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import json
 import os
 import pickle
@@ -688,6 +689,10 @@ def test_a_callback_that_fails_does_not_break_the_pool(compute):
         assert sky.function(lambda: print("hello") or 1)() >> compute == 1
 
     assert sky.function(lambda: 2)() >> compute == 2
+
+
+def test_garbage_of_tasks_is_collected(compute):
+    assert sky.function(gc.isenabled)() >> compute
 
 
 @pytest.mark.usefixtures("alone")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import queue
 import shutil
@@ -216,6 +217,8 @@ def main() -> None:
 
     With `--detached`, the agent lives on when the process that started it ends.
     """
+    gc.freeze()  # what was imported, for good
+    gc.enable()
     apart = sys.argv[1:] == ["--detached"]
     told = sys.stdin.buffer.read() if apart else sys.stdin.buffer.readline()
     config = msgspec.json.decode(told, type=AgentConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import signal
@@ -544,6 +545,8 @@ class Executor:
 
 def main() -> None:
     """Read the configuration, announce the endpoint, run tasks."""
+    gc.freeze()  # what was imported, for good
+    gc.enable()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ExecutorConfig)
     nowhere = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nowhere, 0)
