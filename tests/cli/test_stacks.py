@@ -85,13 +85,13 @@ def test_the_pools_of_one_process_are_asked_at_once(monkeypatch: pytest.MonkeyPa
 
     spec = SimpleNamespace(name="p")
     pools = [SimpleNamespace(id=f"{n}", spec=spec, stacks=stacks) for n in range(2)]
-    monkeypatch.setattr(door, "hub", SimpleNamespace(fleets=pools))
+    monkeypatch.setattr(door.door, "fleets", pools)
     assert [(each.pool, each.problem) for each in door.own_stacks()] == [("0", ""), ("1", "")]
 
 
 def test_a_process_that_ends_answers_without_its_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = SimpleNamespace(id="0", spec=SimpleNamespace(name="p"), stacks=list)
-    monkeypatch.setattr(door, "hub", SimpleNamespace(fleets=[pool]))
+    monkeypatch.setattr(door.door, "fleets", [pool])
     # As the interpreter does at its end, when threads may still answer.
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
     assert door.own_stacks() == []

@@ -11,16 +11,17 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
 
 import skyward as sky
 from skyward.cli.ui import opened
+from skyward.nodes.fleet import Fleet
 from skyward.page import door as sockets
 from skyward.page.door import Door
-from skyward.page.gathering import Gathering
+from skyward.page.hub import Hub
 
 from ..conftest import PATIENCE, other_case
 
@@ -108,8 +109,8 @@ def test_viewers_share_one_connection_to_a_process(
         asked.append(address)
         return sockets.connect(address, wish)
 
-    monkeypatch.setattr("skyward.page.gathering.connect", connect)
-    gathered = Gathering([ELSEWHERE])
+    monkeypatch.setattr("skyward.page.hub.connect", connect)
+    gathered = Hub([ELSEWHERE])
     viewers = [gathered.join() for _ in range(2)]
     try:
         for viewer in viewers:
@@ -135,12 +136,12 @@ def test_a_socket_of_a_process_that_was_killed_is_removed(
     sockets.listen(sockets.own_address()).close()
     (left,) = tmp_path.iterdir()
     assert left.stat().st_mode & 0o777 == 0o600
-    gathering = Gathering()
-    viewer = gathering.join()
+    hub = Hub()
+    viewer = hub.join()
     assert viewer.next(10) != ""
-    assert gathering.measure() == []
-    gathering.leave(viewer)
-    gathering.close()
+    assert hub.measure() == []
+    hub.leave(viewer)
+    hub.close()
     assert not left.exists()
 
 
@@ -179,31 +180,31 @@ def door_address(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_forked_child_does_not_keep_the_address_of_its_parent(
     door_address: str, eventually: Any
 ) -> None:
-    door = Door()
-    door.enter()
+    door, pool = Door(), cast(Fleet, object())
+    door.enter(pool)
     child = os.fork()
     if not child:
         door._forked()
         signal.pause()
     try:
-        door.leave()
-        eventually(lambda: _opens(door))
-        door.leave()
+        door.leave(pool)
+        eventually(lambda: _opens(door, pool))
+        door.leave(pool)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
-def _opens(door: Door) -> bool:
-    door.enter()
+def _opens(door: Door, pool: Fleet) -> bool:
+    door.enter(pool)
     if door._listener is None:
-        door.leave()
+        door.leave(pool)
         return False
     return True
 
 
 def test_the_door_stays_open_when_a_process_cannot_be_let_in(
-    door_address: str, monkeypatch: pytest.MonkeyPatch
+    compute: sky.Compute, door_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = threading.Event()
 
@@ -216,13 +217,13 @@ def test_the_door_stays_open_when_a_process_cannot_be_let_in(
     found = socket.socket.accept
     monkeypatch.setattr(socket.socket, "accept", accept)
     door = Door()
-    door.enter()
+    door.enter(compute._open_fleet)
     connection = sockets.connect(door_address, sockets.VIEW)
     assert connection is not None
     with connection, connection.makefile("rb") as lines:
         assert lines.readline().startswith(b"[")
     assert failed.is_set()
-    door.leave()
+    door.leave(compute._open_fleet)
 
 
 def test_a_port_that_cannot_be_had_is_an_error(run: Any) -> None:

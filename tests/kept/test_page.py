@@ -23,10 +23,12 @@ from skyward.compute.workbench.jobs import start_script
 from skyward.nodes import records
 from skyward.nodes.kept import PoolKeeper
 from skyward.nodes.records import KeptNode, KeptPool
-from skyward.page import door, gathering, metrics
-from skyward.page.gathering import Gathering, KeptShown, KnownNodes
-from skyward.page.hub import Viewer
-from skyward.page.pool import Message, ShownPool
+from skyward.page import door, metrics
+from skyward.page import hub as hubs
+from skyward.page import watch as watches
+from skyward.page.hub import Hub, Viewer
+from skyward.page.pool import KEPT, Message, ShownPool
+from skyward.page.watch import KnownNodes
 from skyward.wire.messages import Members
 
 from ..conftest import PATIENCE
@@ -66,7 +68,7 @@ def kept(home: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def shown(name: str) -> Iterator[Iterator[dict[str, Any]]]:
     """What a page of the pool is told."""
-    gathered = Gathering([name])
+    gathered = Hub([name])
     viewer = gathered.join()
 
     def messages() -> Iterator[dict[str, Any]]:
@@ -154,7 +156,7 @@ def test_what_happened_before_somebody_looked_is_shown(
 ) -> None:
     with sky.attach(kept) as compute:
         say() @ compute
-    gathered = Gathering([kept])
+    gathered = Hub([kept])
     viewer = gathered.join()
     try:
         pool = next(
@@ -179,7 +181,7 @@ def test_what_happened_before_somebody_looked_is_shown(
     assert int(counted[0]) == sum(map(int, ended)) >= 2
 
 
-def wait_for_metrics(gathered: Gathering, name: str) -> str:
+def wait_for_metrics(gathered: Hub, name: str) -> str:
     while f'pool="{name}"' not in (text := metrics.text(gathered.measure())):
         time.sleep(0.05)
     return text
@@ -245,7 +247,7 @@ def test_a_call_by_name_is_shown_with_its_state_and_its_output(
 
 def test_two_viewers_share_one_watch_of_a_pool(kept: str, told: Iterator[dict[str, Any]]) -> None:
     first = next(message for message in told if message["type"] == "pool")
-    gathered = Gathering([kept])
+    gathered = Hub([kept])
     viewers = [gathered.join() for _ in range(2)]
     try:
         for viewer in viewers:
@@ -284,49 +286,62 @@ def test_a_call_whose_worker_dies_is_not_shown_as_running(
     assert after(told, ended_call("die"))[6] == "lost"
 
 
-def nothing_of(kind: str, key: str, **more: Any) -> Message:
-    empty: Message = {"ended": [], "lines": [], "notes": [], "nodes": [], "numbers": []}
-    return {"type": kind, "pool": key, "name": "new", "provider": "local"} | empty | more
+def row(node: int, state: str = "ready") -> list[Any]:
+    return [node, state, f"10.0.0.{node}", None, 0, ""]
 
 
-def test_a_client_that_was_shown_before_its_pool_was_kept_is_shown_no_more(home: Path) -> None:
-    record = KeptPool("abc", "new", "local", {}, 0.0, 0.0, None, None, None, None, "", [])
-    gathered = Gathering(["new"])
-    found: dict[str, ShownPool] = {}
-    row = ["loss", None, None, 0, [[0, 0.5]], [0, 0.5]]
-    gathered.hear(nothing_of("pool", "abc-12", numbers=[row]), found)
-    gathered.hear(nothing_of("pool", "xyz-12", name="another"), found)
-    assert list(gathered.pools) == ["abc-12"]
-    kept = KeptShown(record, gathered)
-    gathered.show_kept(kept)
-    assert list(gathered.pools) == ["abc-kept"]
-    sample = nothing_of("sample", "abc-12", usage=[], waiting=3)
-    notes = [{"event": "call_failed"}, {"event": "device_opened"}]
-    gathered.hear(sample, found)
-    gathered.hear(nothing_of("changes", "abc-12", notes=notes), found)
-    (told,) = kept.news()
-    assert (told["pool"], told["notes"], told["numbers"]) == ("abc-kept", notes[1:], [[*row, "12"]])
-    assert gathered.samples_of("abc") == [sample]
-    gathered.hear({"type": "gone", "pool": "abc-12", "time": 0.0}, found)
-    assert gathered.samples_of("abc") == []
-    assert list(gathered.pools) == ["abc-kept"]
+def kept_pool(*nodes: int) -> ShownPool:
+    pool = ShownPool("p", "p", "local", kept=True)
+    pool.join(KEPT)
+    pool.take(KEPT, {"type": "client", "nodes": [row(node) for node in nodes]})
+    return pool
+
+
+def test_a_client_is_heard_before_and_after_its_pool_is_kept(home: Path) -> None:
+    hub = Hub(["new"])
+    about = {"type": "pool", "name": "new", "provider": "local", "kept": True}
+    curve = ["loss", None, None, 0, [[0, 0.5]], [0, 0.5]]
+    client = {"type": "client", "pool": "abc"}
+    sample = {"own": {}, "waiting": 3, "sent": 100, "devices": []}
+    hub.hear("12", about | {"pool": "abc"})
+    hub.hear("12", client | {"nodes": [row(0, "starting"), row(1)], "numbers": [curve]})
+    hub.hear("12", about | {"pool": "xyz", "name": "another"})
+    assert list(hub.pools) == ["abc"]
+    pool = hub.pools["abc"]
+    (told,) = pool.news()
+    assert told["numbers"] == [[*curve, "12"]]
+    hub.hear(KEPT, about | {"pool": "abc"})
+    hub.hear(KEPT, client | {"price": [None, 0.0], "nodes": [row(1, "connecting")]})
+    hub.hear("12", client | {"nodes": [row(0)], "sample": sample, "notes": [{"event": "x"}]})
+    hub.hear("12", {"type": "node", "pool": "abc", "node": 1, "workers": 7})
+    (told,) = pool.news()
+    assert told["nodes"] == [
+        [0, "stopped", "", None, 0, ""],
+        [1, "stopped", "", None, 0, ""],
+        row(1, "connecting"),
+    ], "the nodes are those of the record"
+    assert (told["notes"], pool.workers) == ([{"event": "x"}], [])
+    pool.sample()
+    hub.hear("12", {"type": "gone", "pool": "abc"})
+    pool.sample()
+    assert [(each["sent"], each["waiting"]) for each in pool.samples] == [(100, 3), (100, 0)]
+    hub.hear(KEPT, {"type": "gone", "pool": "abc"})
+    assert not hub.pools
 
 
 def report(*tasks: list[Any], fresh: bool = False) -> tuple[int, dict[str, Any]]:
-    return 0, {"tasks": list(tasks), "state": "ready"} | ({"fresh": True} if fresh else {})
+    return 0, {"tasks": list(tasks)} | ({"fresh": True} if fresh else {})
 
 
-def told_of(pool: KeptShown, *reports: tuple[int, dict[str, Any]]) -> Message:
+def told_of(pool: ShownPool, *reports: tuple[int, dict[str, Any]]) -> Message:
     for node, told in reports:
-        pool.take(node, told)
+        pool.take(KEPT, {"type": "node", "node": node} | told)
     (changes,) = pool.news()
     return changes
 
 
 def test_an_agent_that_begins_again_is_not_told_twice() -> None:
-    node = KeptNode(0, "unix:/nowhere", 1, "here", "127.0.0.1", 0, None, "m")
-    record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", [node])
-    pool = KeptShown(record)
+    pool = kept_pool(0)
     over = ["1.0.1", "f", 0, 100.0, 101.0, "failed", "a", "ValueError: x"]
     runs, also = ["1.0.2", "g", 0, 102.0, None, "running", "a", ""], ["2.0.1", "h", 0, 103.0]
     told_of(pool, report(over, runs, [*also, None, "running", "b", ""], fresh=True))
@@ -340,45 +355,36 @@ def test_an_agent_that_begins_again_is_not_told_twice() -> None:
     assert [call[0] for call in anew["ended"]] == ["0:2.0.1", "0:1.0.1"]
 
 
-def test_what_a_client_has_moved_stays_counted_when_the_client_is_gone() -> None:
-    record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", [])
-    state = KeptShown(record)
-    moved = {"retried": 1, "nodes_lost": 0, "waiting": 3, "sent": 100, "received": 7, "devices": []}
-    both = state.numbers([moved | {"pool": "p-11"}, moved | {"pool": "p-12"}])
-    assert (both["sent"], both["received"], both["waiting"]) == (200, 14, 6)
-    left = state.numbers([moved | {"pool": "p-12", "sent": 150}])
-    assert (left["sent"], left["received"], left["waiting"]) == (250, 14, 3)
-
-
 def test_a_node_that_was_replaced_is_another_one() -> None:
-    nodes = [KeptNode(n, "unix:/a", 1, "here", f"10.0.0.{n}", 0, None, "m") for n in range(3)]
-    record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", nodes)
-    state = KeptShown(record)
+    state = kept_pool(0, 1, 2)
     runs = ["1.0.2", "g", 0, 102.0, None, "running", "a", ""]
-    known = {"state": "ready", "tasks": [runs], "workers": 1}
+    known = {"tasks": [runs], "workers": 1}
     first = told_of(
         state, *((n, known | {"clients": {"a": {"since": 50.0 + n}}}) for n in range(3))
     )
     assert first["clients"] == {"a": {"since": 50.0}}
-    replaced = msgspec.structs.replace(nodes[1], address="10.0.0.9")
-    members = {1: replaced, 2: None, 3: msgspec.structs.replace(nodes[0], index=3)}
-    known_nodes = KnownNodes()
-    known_nodes.write(nodes)
-    known_nodes.tell(members)
-    now = known_nodes.nodes
-    assert [node.index for node in now] == [0, 1, 3]
-    state.renew(msgspec.structs.replace(record, nodes=now))
+    rows = [row(1, "stopped"), row(2, "stopped"), row(1, "connecting"), row(3, "connecting")]
+    state.take(KEPT, {"type": "client", "nodes": rows})
     told = told_of(state)
-    assert [row[:3] for row in told["nodes"]] == [
-        [2, "stopped", ""],
-        [1, "connecting", "10.0.0.9"],
-        [3, "connecting", "10.0.0.0"],
-    ]
     assert [(call[0], call[6]) for call in told["ended"]] == [
         ("1:1.0.2", "lost"),
         ("2:1.0.2", "lost"),
     ]
     assert told["workers"] == [[0, 0]]
+    assert list(state.nodes) == [0, 1, 3]
+
+
+def test_the_head_is_told_of_nodes_that_came_and_left() -> None:
+    nodes = [KeptNode(n, "unix:/a", 1, "here", f"10.0.0.{n}", 0, None, "m") for n in range(3)]
+    replaced = msgspec.structs.replace(nodes[1], address="10.0.0.9")
+    known = KnownNodes()
+    known.write(nodes)
+    known.tell({1: replaced, 2: None, 3: msgspec.structs.replace(nodes[0], index=3)})
+    assert [(node.index, node.address) for node in known.nodes] == [
+        (0, "10.0.0.0"),
+        (1, "10.0.0.9"),
+        (3, "10.0.0.0"),
+    ]
 
 
 def test_the_record_has_newer_facts_than_a_head_that_was_away() -> None:
@@ -409,11 +415,9 @@ def test_the_record_has_newer_facts_than_a_head_that_was_away() -> None:
     ],
 )
 def test_only_a_call_by_name_is_taken_for_one(function: str, shown: list[str]) -> None:
-    node = KeptNode(0, "unix:/nowhere", 1, "here", "127.0.0.1", 0, None, "m")
-    record = KeptPool("p", "p", "local", {}, 0.0, 0.0, None, None, None, None, "", [node])
-    told = told_of(KeptShown(record), (0, {"lines": [[1.0, 0, 1, "x", function, "a", ""]]}))
-    row = told["lines"][0]
-    assert [row[5], row[7]] == shown
+    told = told_of(kept_pool(0), (0, {"lines": [[1.0, 0, 1, "x", function, "a", ""]]}))
+    line = told["lines"][0]
+    assert [line[5], line[7]] == shown
 
 
 @pytest.mark.skipif(not kernel.IS_LINUX, reason="elsewhere, sockets are files")
@@ -435,15 +439,49 @@ def test_a_look_around_that_fails_is_not_the_last(
         looks.release()
         raise ValueError("no sockets today")
 
-    monkeypatch.setattr(gathering, "addresses", fail)
-    monkeypatch.setattr(gathering, "LOOK_SECONDS", 0.01)
-    gathered = Gathering()
+    monkeypatch.setattr(hubs, "addresses", fail)
+    monkeypatch.setattr(hubs, "LOOK_SECONDS", 0.01)
+    gathered = Hub()
     viewer = gathered.join()
     try:
         assert all(looks.acquire(timeout=PATIENCE) for _ in range(3))
     finally:
         gathered.leave(viewer)
     assert capsys.readouterr().err.count("ValueError: no sockets today") == 1
+
+
+def test_a_provider_that_does_not_answer_keeps_nobody_from_ending(
+    home: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    asked, answers = threading.Semaphore(0), threading.Event()
+
+    class Silent:
+        def __init__(self, record: KeptPool) -> None:
+            asked.release()
+            answers.wait(PATIENCE)
+            raise sky.errors.PoolError("it does not answer")
+
+    monkeypatch.setattr(watches, "ReachedPool", Silent)
+    monkeypatch.setattr(hubs, "LOOK_SECONDS", 0.01)
+    far = KeptPool("far", "far", "local", {}, 0.0, 0.0, None, None, None, None, "", [])
+    records.write(far)
+    try:
+        hub = Hub(["far"])
+        hub.join()
+        assert asked.acquire(timeout=PATIENCE)
+        before = names_of_threads().count("skyward-kept")
+        hub.close()
+        assert names_of_threads().count("skyward-kept") == before, "it still waits"
+        # When the pool is gone, nothing is left of its watch.
+        hub.join()
+        assert asked.acquire(timeout=PATIENCE)
+        records.forget("far")
+        answers.set()
+        eventually(lambda: not hub._kept)
+        hub.close()
+    finally:
+        answers.set()
+        records.forget("far")
 
 
 def test_a_head_that_was_away_is_told_what_has_changed(home: Path) -> None:

@@ -206,7 +206,7 @@ class Shared(Thousand):
         job |= {"by": "ann@desk", "command": ["/usr/bin/python3", "/j/sweep.py", "--fast"]}
         ended = [["0:1", "embed", 0, 0, now - 5, now - 4, "ok", "a1"]]
         running = [["0:2", "embed", 0, 0, now - 2, None, None, "b2"]]
-        pool = {"type": "pool", "pool": "p-kept", "name": "shared", "provider": "local"}
+        pool = {"type": "pool", "pool": "p", "name": "shared", "provider": "local"}
         pool |= {"nodes": [[0, "ready", "", None, 0, ""]], "workers": [[0, 0], [1, 0]]}
         pool |= {"running": running, "ended": ended, "lines": [], "notes": []}
         call = {"id": "run-7", "state": "queued", "code": None, "began": now - 9, "took": 1.0}
@@ -214,14 +214,12 @@ class Shared(Thousand):
         pool |= {"clients": clients, "jobs": [call, job]}
         lines = [[now, 0, None, "stdout", "trial 1", "", "ann@desk", "sweep-1"]]
         lines += [[now, 0, 0, "stdout", "epoch 2", "fit", "b2", "run-7"]]
-        changes = {"type": "changes", "pool": "p-kept", "started": [], "skipped": 0, "nodes": []}
+        changes = {"type": "changes", "pool": "p", "started": [], "skipped": 0, "nodes": []}
         changes |= {"ended": [], "lines": lines, "notes": []}
         rows = [["loss", 0, 0, 0, [[0, 1.5]], [0, 1.5], each] for each in ("11", "12")]
         changes |= {"numbers": [*rows, ["loss", None, None, 0, [[0, 2.5]], [1, 3.5], "11"]]}
-        early = {**pool, "pool": "p-1"}
         hello = {"type": "hello", "time": now, "pid": 1}
-        replaced = {"type": "replaced", "pool": "p-1"}
-        viewer.put(json.dumps([hello, early, replaced, pool, changes]))
+        viewer.put(json.dumps([hello, pool, changes]))
         return viewer
 
 
@@ -250,7 +248,7 @@ def test_a_pool_that_stays_shows_whose_calls_and_jobs_there_are(chromium: Chromi
         curves = ["client of 11", "node 0 of 11", "node 0 of 12"]
         assert chromium.value(shown("#numbers .plot ul")).split("\n") == curves
         # Counts begin again with a node or a device that was started again.
-        many = {"type": "sample", "pool": "p-kept", "time": 1.0, "usage": [], "waiting": 0}
+        many = {"type": "sample", "pool": "p", "time": 1.0, "usage": [], "waiting": 0}
         many |= {"succeeded": 90, "failed": 0, "sent": 9000, "received": 9000, "cost": 0}
         many |= {"devices": [{"device": 0, "kind": "cpu", "node": 0, "operations": 70, "waits": 7}]}
         few = many | {"time": 2.0, "succeeded": 2, "sent": 20, "received": 20}

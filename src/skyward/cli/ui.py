@@ -95,16 +95,16 @@ def ui(
         return
     if stops:
         raise click.UsageError("--stop ends the page of a pool's head: give --on-head, too")
-    gathering = importlib.import_module("skyward.page.gathering").Gathering(names)
-    server = importlib.import_module("skyward.page.server").PageServer(gathering, host, port)
+    hub = importlib.import_module("skyward.page.hub").Hub(names)
+    server = importlib.import_module("skyward.page.server").PageServer(hub, host, port)
     try:
         with _interrupted() as ended:
             _tell(f"the page is at {server.url}, until interrupted", server.url, server.address)
             _tell_missing(names)
             _wait(server.url, shows, ended)
     finally:
+        hub.close()
         server.close()
-        gathering.close()
 
 
 def _show_head(name: str, port: int, shows: bool) -> None:

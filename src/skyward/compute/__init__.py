@@ -76,7 +76,6 @@ from skyward.nodes.records import Journal, KeptPool, PoolRecord
 from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks
 from skyward.page.door import door
-from skyward.page.hub import hub
 from skyward.plugins.plugin import Plugin, entered
 from skyward.providers import AllocationKind, Provider, Stopper, providers_with, stops
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
@@ -85,6 +84,7 @@ from skyward.state.link import StateLink
 if TYPE_CHECKING:
     import torch
 
+    from skyward.page.hub import Hub
     from skyward.page.server import PageServer
 
 T = TypeVar("T")
@@ -1033,7 +1033,7 @@ class PoolListeners:
         """The options of a pool that one is `attached` to are those of the client that made it."""
         self._fleet = fleet
         self._listeners: list[EventListener] = []
-        self._server: PageServer | None = None
+        self._page: tuple[Hub, PageServer] | None = None
         options, note = fleet.spec.options, fleet.console.note
         try:
             if (folder := options.tensorboard) is not None:
@@ -1049,18 +1049,19 @@ class PoolListeners:
             self._listeners.append(EventListener("on_event", on_event, note))
         for listener in self._listeners:
             fleet.events.add(listener.take)
-        hub.add(fleet)
-        door.enter()
+        door.enter(fleet)
 
     def serve_page(self, host: str, port: int) -> str:
         """Serve a page, once, and return its URL."""
         # Imported here: few pools are looked at, and an HTTP server takes 20 ms to import.
+        from skyward.page.hub import Hub
         from skyward.page.server import PageServer
 
-        if self._server is None:
-            self._server = PageServer(hub, host, port)
+        if self._page is None:
+            hub = Hub(own=True)
+            self._page = hub, PageServer(hub, host, port)
             hub.hold()
-        return self._server.url
+        return self._page[1].url
 
     def close(self) -> None:
         """Give the listeners the last events, end their threads, and show the pool no more."""
@@ -1069,12 +1070,10 @@ class PoolListeners:
             listener.close()
         self._listeners.clear()
         self._fleet.dispatcher.teller.tracking.close()
-        hub.remove(self._fleet)
-        door.leave()
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
-            hub.release()
+        door.leave(self._fleet)
+        page, self._page = self._page, None
+        for each in page or ():
+            each.close()
 
 
 def _check_callback(on_event: OnEvent | None) -> None:

@@ -1,8 +1,8 @@
 """The doors through which a user's processes show each other their pools.
 
 A process has one while it has pools: a socket that only this user may use. Who connects says a
-wish, and gets lines of JSON: a viewer of the hub all that changes, `sky stacks` one line with the
-stacks of the pools' workers.
+wish, and gets lines of JSON: a page all that its pools' watches hear, `sky stacks` one line with
+the stacks of the pools' workers.
 
 On Linux, the sockets have names instead of files, so a process that is killed leaves nothing.
 Elsewhere they are files, and who finds one that nobody listens at removes it.
@@ -29,22 +29,28 @@ import msgspec
 from skyward import kernel
 from skyward.errors import SkywardError
 from skyward.nodes import records
+from skyward.nodes.fleet import Fleet
 from skyward.nodes.kept import ReachedPool
 from skyward.nodes.stacks import PoolStacks, Stacks, read_stacks
-from skyward.page.hub import Viewer, hub
+from skyward.page.pool import Message
+from skyward.page.watch import SAMPLE_SECONDS, FleetWatch
 
-VIEW, STACKS = b"view\n", b"stacks\n"
-"""The wish of one who connects: to see all that changes, or once where the workers are."""
+VIEW, STACKS = b"watch\n", b"stacks\n"
+"""The wish of one who connects: to hear all that changes, or once where the workers are."""
+TICK_SECONDS = 0.1
+"""What comes within so many seconds is told together."""
+SETTLE_SECONDS = 0.03
+"""What comes after a pause waits so long for more: nodes often tell of the same call."""
 CONNECT_SECONDS = 2.0
 SEND_SECONDS = 10.0
 AGAIN_SECONDS = 0.1
 """How long to wait after somebody could not be let in."""
-LOOK_SECONDS = 5.0
-"""How often an idle connection gets an empty line, which shows whether the other end is there."""
 ANSWER_SECONDS = 10.0
 """How long a process has to answer for its pools."""
 AT_ONCE = 16
 """How many processes and pools are asked at the same time."""
+# A name may be a kind of str, which is no plain one.
+_encode = msgspec.json.Encoder(enc_hook=str).encode
 _LISTED = Path("/proc/net/unix")
 _CREDENTIALS = struct.Struct("3i")
 
@@ -143,34 +149,43 @@ class Door:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._pools = 0
+        self.fleets: list[Fleet] = []
+        """The open pools of this process."""
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._connections: dict[socket.socket, Viewer | None] = {}
+        self.visits: set[Visit] = set()
+        """Those who are connected."""
 
     def _forked(self) -> None:
         """Leave the parent's sockets to the parent: a copy would keep its address in use."""
-        for inherited in [self._listener, *self._connections]:
+        connections = [visit.connection for visit in self.visits]
+        for inherited in [self._listener, *connections]:
             if inherited is not None and inherited.fileno() >= 0:
                 # Also if a file of the connection is open, which would put `close` off.
                 os.close(inherited.detach())
         self._reset()
 
-    def enter(self) -> None:
-        """Count a pool; the door is open from the first one on."""
+    def enter(self, fleet: Fleet) -> None:
+        """Show a pool; the door is open from the first one on."""
         with self._lock:
-            self._pools += 1
+            self.fleets = [*self.fleets, fleet]
             if self._listener is None:
                 # Where no socket can be made, the pool works, and `sky ui` does not see it.
                 with contextlib.suppress(OSError):
                     self._open()
+            visits = list(self.visits)
+        for visit in visits:
+            visit.wake()
 
-    def leave(self) -> None:
-        """Count a pool that was closed; after the last one, the door is shut."""
+    def leave(self, fleet: Fleet) -> None:
+        """Show a pool no more, since it was closed; after the last one, the door is shut."""
         with self._lock:
-            self._pools -= 1
-            if self._pools == 0:
+            self.fleets = [each for each in self.fleets if each is not fleet]
+            if not self.fleets:
                 self._shut()
+            visits = list(self.visits)
+        for visit in visits:
+            visit.drop(fleet)
 
     def _open(self) -> None:
         self._listener = listener = listen(own_address())
@@ -190,12 +205,8 @@ class Door:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         listener.close()
-        for connection, viewer in list(self._connections.items()):
-            if viewer is not None:
-                hub.leave(viewer)
-                continue
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        for visit in list(self.visits):
+            visit.end()
 
     def _serve(self, listener: socket.socket) -> None:
         while True:
@@ -210,33 +221,90 @@ class Door:
             if not is_own(connection):
                 connection.close()
                 continue
-            self._connections[connection] = None
-            threading.Thread(
-                target=self._answer, args=(connection,), name="skyward-door-visit", daemon=True
-            ).start()
+            Visit(self, connection)
 
-    def _answer(self, connection: socket.socket) -> None:
+    def look(self) -> tuple[Visit, socket.socket]:
+        """Have this process visit itself, for a page of its own pools; the caller ends both."""
+        near, far = socket.socketpair()
+        near.sendall(VIEW)
+        return Visit(self, far, alone=True), near
+
+
+class Visit:
+    """One who has connected, and is told what it wishes on a thread of its own."""
+
+    def __init__(self, door: Door, connection: socket.socket, *, alone: bool = False) -> None:
+        """`alone` says that the other end looks at no records of kept pools."""
+        self._door, self.connection, self._alone = door, connection, alone
+        self._watches: dict[Fleet, FleetWatch] = {}
+        self._last: list[Message] = []
+        """The last that is to be told of pools that were closed."""
+        self._lock = threading.Lock()
+        self._woken = threading.Event()
+        self._ended = False
+        door.visits.add(self)
+        threading.Thread(target=self._answer, name="skyward-door-visit", daemon=True).start()
+
+    def wake(self) -> None:
+        """Have what is new told soon."""
+        if not self._woken.is_set():
+            self._woken.set()
+
+    def drop(self, fleet: Fleet) -> None:
+        """Watch a pool no more; that it is gone is told soon."""
+        with self._lock:
+            watch = self._watches.pop(fleet, None)
+            if watch is not None:
+                self._last += [*watch.news(), {"type": "gone", "pool": fleet.id}]
+                watch.close()
+        self.wake()
+
+    def end(self) -> None:
+        """Have the visit end when what is new has been told."""
+        self._ended = True
+        self.wake()
+
+    def _answer(self) -> None:
+        connection = self.connection
         try:
             connection.settimeout(SEND_SECONDS)
             with connection.makefile("rb") as lines:
                 wish = lines.readline(64)
             if wish == VIEW:
-                self._feed(connection)
+                self._feed()
             elif wish == STACKS:
                 connection.sendall(msgspec.json.encode(own_stacks()) + b"\n")
         except OSError:
             pass  # the other end has left, or is too slow
         finally:
-            self._connections.pop(connection, None)
+            self._door.visits.discard(self)
+            with self._lock:
+                for watch in self._watches.values():
+                    watch.close()
+                self._watches.clear()
             connection.close()
 
-    def _feed(self, connection: socket.socket) -> None:
-        viewer = self._connections[connection] = hub.join()
-        try:
-            while (batch := viewer.next(LOOK_SECONDS)) is not None:
-                connection.sendall(batch.encode() + b"\n")
-        finally:
-            hub.leave(viewer)
+    def _feed(self) -> None:
+        while True:
+            is_last = self._ended
+            began = time.monotonic()
+            # Also if there is no news: it shows whether the other end is there.
+            self.connection.sendall(_encode(self._news()) + b"\n")
+            if is_last:
+                return
+            if self._woken.wait(SAMPLE_SECONDS):
+                time.sleep(max(SETTLE_SECONDS, began + TICK_SECONDS - time.monotonic()))
+            self._woken.clear()
+
+    def _news(self) -> list[Message]:
+        with self._lock:
+            told, self._last = self._last, []
+            for fleet in self._door.fleets:
+                if fleet not in self._watches:
+                    self._watches[fleet] = FleetWatch(fleet, self.wake, alone=self._alone)
+            for watch in self._watches.values():
+                told += watch.news()
+        return told
 
 
 # Where the workers are.
@@ -244,7 +312,7 @@ class Door:
 
 def own_stacks() -> list[PoolStacks]:
     """The stacks of all pools of this process."""
-    pools = hub.fleets
+    pools = door.fleets
     try:
         return _asked([partial(_of_fleet, each.id, each.spec.name, each.stacks) for each in pools])
     except RuntimeError:

@@ -291,7 +291,6 @@ def main() -> None:
     """Serve the page of the kept pool that the argument names, until a signal."""
     # Imported here: a pool that serves its own page needs none of it.
     from skyward.nodes import records
-    from skyward.page.gathering import Gathering
     from skyward.worker.jobs import FOLDER
     from skyward.worker.services.page import ANNOUNCED
 
@@ -307,16 +306,16 @@ def main() -> None:
         records.read(name)
     except SkywardError as problem:
         sys.exit(str(problem))
-    gathering = Gathering([name])
-    server = PageServer(gathering, forwarded=True)
+    hub = Hub([name])
+    server = PageServer(hub, forwarded=True)
     announced = Path(os.environ[FOLDER], ANNOUNCED)
     new = announced.with_suffix(".new")
     new.touch(0o600)
     new.write_text(json.dumps({"port": server.port, "token": server.token}))
     new.rename(announced)
     ended.wait()
+    hub.close()
     server.close()
-    gathering.close()
 
 
 if __name__ == "__main__":

@@ -44,10 +44,10 @@ _PIECE = 64 << 10
 
 
 @answers("activity")
-def watch(caller: Caller) -> Parts:
-    """Tell what is new until the other end leaves."""
+def watch(caller: Caller, seconds: float = USAGE_SECONDS) -> Parts:
+    """Tell what is new until the other end leaves, and how busy the node is every few seconds."""
     log = caller.node.tenants.log
-    look, usage = _Look(caller.node), _Usage(log)
+    look, usage = _Look(caller.node), _Usage(log, seconds)
     with contextlib.ExitStack() as held:
         listener = log.changes.listen()
         if listener is not None:
@@ -64,8 +64,8 @@ def watch(caller: Caller) -> Parts:
             if listener is None:
                 caller.wait(LOOK_SECONDS if news else UNTOLD_LOOK_SECONDS)
                 continue
-            seconds = min(usage.due, look.due) - time.monotonic()
-            changed = caller.wait(max(0.0, seconds), listener)
+            left = min(usage.due, look.due) - time.monotonic()
+            changed = caller.wait(max(0.0, left), listener)
             if changed:
                 caller.wait(max(SETTLE_SECONDS, began + LOOK_SECONDS - time.monotonic()))
 
@@ -244,13 +244,13 @@ class JobLines:
 
 
 class _Usage:
-    """How busy the node is, every two seconds, in turn with the looks.
+    """How busy the node is, every few seconds, in turn with the looks.
 
     A GPU's driver may take seconds to wake up: then, a thread measures. So it does the first time.
     """
 
-    def __init__(self, log: NodeLog) -> None:
-        self._log = log
+    def __init__(self, log: NodeLog, seconds: float) -> None:
+        self._log, self._seconds = log, seconds
         self._latest: dict[str, object] = {}
         self._measuring: threading.Thread | None = None
         self.due = 0.0
@@ -267,7 +267,7 @@ class _Usage:
         """A measurement that has not been told, if there is one."""
         now = time.monotonic()
         if now >= self.due:
-            self.due = now + USAGE_SECONDS
+            self.due = now + self._seconds
             if self._log.gauge.has_gpus is False:
                 self._measure()
             elif self._measuring is None or not self._measuring.is_alive():
