@@ -14,9 +14,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import psutil
 from measure import Sample, interleave
@@ -42,6 +41,7 @@ class Size:
     calls: int
 
 
+QUIETLY = sky.Options(console=False)
 FULL = Size(nodes=10, seconds=10.0, rounds=5, events=50, calls=5000)
 QUICK = Size(nodes=4, seconds=2.0, rounds=1, events=5, calls=500)
 
@@ -77,67 +77,33 @@ class Looking:
 
 
 def quiet(nodes: int) -> sky.Compute:
-    return sky.Compute(nodes=nodes, name="page", options=sky.Options(console=False))
-
-
-def spent(process: psutil.Process) -> float:
-    """Processor seconds of this process and of the agents, but not of the viewer."""
-    total = 0.0
-    for each in (process, *process.children(recursive=True)):
-        command = " ".join(each.cmdline())
-        if each.pid == process.pid or "skyward" in command:
-            times = each.cpu_times()
-            total += times.user + times.system
-    return total
-
-
-def during(seconds: float) -> float:
-    """Processor seconds in each second of a while in which nothing else is done."""
-    process = psutil.Process()
-    before = spent(process)
-    time.sleep(seconds)
-    return (spent(process) - before) / seconds
-
-
-def cost(size: Size) -> Sequence[Row]:
-    """What a page that somebody looks at takes from the processors."""
-    with quiet(size.nodes) as compute:
-        url = compute.ui()
-
-        def looked_at() -> float:
-            with Looking(url):
-                return during(size.seconds)
-
-        taken = interleave(
-            {"looked at": looked_at, "alone": partial(during, size.seconds)}, rounds=size.rounds
-        )
-    pairs = zip(taken["looked at"].values, taken["alone"].values, strict=True)
-    more = Sample(tuple(100 * (a - b) * 10 / size.nodes for a, b in pairs), " % of a core")
-    return [absolute("a page that is open, for each 10 nodes", more, "< 1 % of a core", 1.0)]
+    return sky.Compute(nodes=nodes, name="page", options=QUIETLY)
 
 
 @contextmanager
-def kept(nodes: int) -> Iterator[str]:
-    """A kept pool without a client, and the address of a page of its own."""
-    with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder:
-        os.environ["SKYWARD_STATE"] = folder
-        options = sky.Options(console=False)
-        try:
-            with sky.Compute(nodes=nodes, name="page-kept", keep=600, options=options):
-                pass
-            command = [sys.executable, "-m", "skyward", "ui", "page-kept", "--json"]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
-                assert page.stdout is not None
-                yield json.loads(page.stdout.readline())["url"]
-                page.terminate()
-        finally:
-            sky.attach("page-kept").down(force=True)
-            del os.environ["SKYWARD_STATE"]
+def page(pool: str) -> Iterator[str]:
+    """The address of a page in a process of its own that shows a pool."""
+    command = [sys.executable, "-m", "skyward", "ui", pool, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        yield json.loads(served.stdout.readline())["url"]
+        served.terminate()
+
+
+@contextmanager
+def kept(nodes: int) -> Iterator[None]:
+    """A kept pool that has no client."""
+    try:
+        with sky.Compute(nodes=nodes, name="page", keep=600, options=QUIETLY):
+            pass
+        yield
+    finally:
+        sky.attach("page").down(force=True)
 
 
 def processes_of(pool: str) -> list[psutil.Process]:
-    """The page and the agents of a kept pool; agents are nobody's children."""
-    found, folder = [], os.environ["SKYWARD_STATE"]
+    """This process, the page and the agents of a pool; those of a kept one are no children."""
+    found, folder = [psutil.Process()], os.environ["SKYWARD_STATE"]
     for each in psutil.process_iter():
         with suppress(psutil.Error):
             command = " ".join(each.cmdline())
@@ -155,8 +121,8 @@ def spent_by(processes: Sequence[psutil.Process]) -> float:
     return sum(time.clock_gettime((~each.pid << 3) | 2) for each in processes)
 
 
-def kept_cost(size: Size) -> Sequence[Row]:
-    """The same for a kept pool, whose agents are asked."""
+def cost(what: str, pool: AbstractContextManager[object], size: Size) -> Sequence[Row]:
+    """What a page that somebody looks at takes from the processors."""
 
     def during() -> float:
         before = spent_by(processes)
@@ -167,13 +133,27 @@ def kept_cost(size: Size) -> Sequence[Row]:
         with Looking(url):
             return during()
 
-    with kept(size.nodes) as url:
-        processes = processes_of("page-kept")
-        taken = interleave({"looked at": looked_at, "alone": during}, rounds=size.rounds)
+    with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder:
+        os.environ["SKYWARD_STATE"] = folder
+        try:
+            with pool, page("page") as url:
+                processes = processes_of("page")
+                taken = interleave({"looked at": looked_at, "alone": during}, rounds=size.rounds)
+        finally:
+            del os.environ["SKYWARD_STATE"]
     pairs = zip(taken["looked at"].values, taken["alone"].values, strict=True)
     more = Sample(tuple(100 * (a - b) * 10 / size.nodes for a, b in pairs), " % of a core")
-    what = "a page that shows a kept pool, for each 10 nodes"
-    return [absolute(what, more, "< 1 % of a core", 1.0)]
+    return [absolute(f"{what}, for each 10 nodes", more, "< 1 % of a core", 1.0)]
+
+
+def own_cost(size: Size) -> Sequence[Row]:
+    """A pool of this process, in whose place the page of another process asks its agents."""
+    return cost("a page that is open", quiet(size.nodes), size)
+
+
+def kept_cost(size: Size) -> Sequence[Row]:
+    """A kept pool, whose agents the page asks itself."""
+    return cost("a page that shows a kept pool", kept(size.nodes), size)
 
 
 def events(size: Size) -> Sequence[Row]:
@@ -223,4 +203,4 @@ def calls(size: Size) -> Sequence[Row]:
 
 
 if __name__ == "__main__":
-    run_suite("the page", [cost, kept_cost, events, calls], full=FULL, quick=QUICK)
+    run_suite("the page", [own_cost, kept_cost, events, calls], full=FULL, quick=QUICK)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import skyward as sky
-from skyward.page.gathering import Gathering
+from skyward.page.hub import Hub
 from skyward.page.server import PageServer
 
 FOLDER = Path(__file__).parent
@@ -148,8 +148,8 @@ def record_kept() -> None:
 
     start("ann", "-m", "skyward", "run", "--on", "train", "--detach", "sweep.py").wait()
     clients = [start("ann", "embed_run.py"), start("bob", "tokenize_run.py")]
-    gathering = Gathering(["train"])
-    server = PageServer(gathering)
+    hub = Hub(["train"])
+    server = PageServer(hub)
     try:
         with Chromium() as browser:
             browser.show(*SIZE)
@@ -160,7 +160,7 @@ def record_kept() -> None:
             assert not browser.problems, browser.problems
     finally:
         server.close()
-        gathering.close()
+        hub.close()
         for client in clients:
             client.terminate()
             client.wait()

@@ -18,7 +18,7 @@ _FAMILIES = {
     "skyward_calls_running": ("gauge", "Calls that a worker has."),
     "skyward_call_seconds": (
         "histogram",
-        "How long functions ran, since somebody asked for the first time.",
+        "How long functions ran, since the nodes were started.",
     ),
     "skyward_nodes": ("gauge", "Nodes, by state."),
     "skyward_nodes_lost_total": ("counter", "How often a node was lost."),

@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 
-from skyward.curves import News, Told
 from skyward.errors import DeviceError, SkywardError
 from skyward.events import (
     CallFailed,
@@ -41,6 +40,7 @@ from skyward.events import (
     as_dict,
     in_json,
 )
+from skyward.listeners import News, Told
 from skyward.nodes import records
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.kept import ReachedPool
@@ -81,10 +81,10 @@ class NodeWatch:
         self,
         service: Callable[[], ServiceConnection],
         tell: Callable[[Message], None],
-        seconds: float = SAMPLE_SECONDS,
+        **asked: Any,
     ) -> None:
-        """`service` connects to the agent, which measures its node every so many seconds."""
-        self._service, self._tell, self._seconds = service, tell, seconds
+        """`service` connects to the agent, who gets the question with what is `asked`."""
+        self._service, self._tell, self._asked = service, tell, asked
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._connection: ServiceConnection | None = None
@@ -109,9 +109,7 @@ class NodeWatch:
                 if self._ended.is_set():
                     return
             connection.channel.on_change(self._changed)
-            # An agent of an older version knows no other pace.
-            pace: dict[str, Any] = {} if self._seconds == SAMPLE_SECONDS else {"seconds": self._seconds}
-            connection.send("watch", **pace)
+            connection.send("watch", **self._asked)
             state: Message = {"state": "ready", "fresh": True}
             while True:
                 told = connection.next_reply().value
@@ -247,10 +245,10 @@ class FleetWatch:
         if self._kept and not self._alone and records.find(fleet.id) is not None:
             there = set()
         end_all({node: self._nodes.pop(node) for node in self._nodes.keys() - there})
-        seconds = SAMPLE_SECONDS * max(1.0, len(there) / NODES_AT_EASE)
+        pace = {"seconds": SAMPLE_SECONDS * max(1.0, len(there) / NODES_AT_EASE)}
         for node in sorted(there - self._nodes.keys()):
             service = partial(fleet.service, node, "activity")
-            self._nodes[node] = NodeWatch(service, partial(self._report, node), seconds)
+            self._nodes[node] = NodeWatch(service, partial(self._report, node), **pace)
 
     def _sample(self) -> Message:
         """What the client counts; as its own, what is true of the whole pool."""
