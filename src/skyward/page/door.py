@@ -153,12 +153,12 @@ class Door:
         """The open pools of this process."""
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self.visits: set[Visit] = set()
+        self.guests: set[Guest] = set()
         """Those who are connected."""
 
     def _forked(self) -> None:
         """Leave the parent's sockets to the parent: a copy would keep its address in use."""
-        connections = [visit.connection for visit in self.visits]
+        connections = [guest.connection for guest in self.guests]
         for inherited in [self._listener, *connections]:
             if inherited is not None and inherited.fileno() >= 0:
                 # Also if a file of the connection is open, which would put `close` off.
@@ -173,9 +173,9 @@ class Door:
                 # Where no socket can be made, the pool works, and `sky ui` does not see it.
                 with contextlib.suppress(OSError):
                     self._open()
-            visits = list(self.visits)
-        for visit in visits:
-            visit.wake()
+            guests = list(self.guests)
+        for guest in guests:
+            guest.wake()
 
     def leave(self, fleet: Fleet) -> None:
         """Show a pool no more, since it was closed; after the last one, the door is shut."""
@@ -183,9 +183,9 @@ class Door:
             self.fleets = [each for each in self.fleets if each is not fleet]
             if not self.fleets:
                 self._shut()
-            visits = list(self.visits)
-        for visit in visits:
-            visit.drop(fleet)
+            guests = list(self.guests)
+        for guest in guests:
+            guest.drop(fleet)
 
     def _open(self) -> None:
         self._listener = listener = listen(own_address())
@@ -205,8 +205,8 @@ class Door:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         listener.close()
-        for visit in list(self.visits):
-            visit.end()
+        for guest in list(self.guests):
+            guest.end()
 
     def _serve(self, listener: socket.socket) -> None:
         while True:
@@ -221,16 +221,16 @@ class Door:
             if not is_own(connection):
                 connection.close()
                 continue
-            Visit(self, connection)
+            Guest(self, connection)
 
-    def look(self) -> tuple[Visit, socket.socket]:
+    def look(self) -> tuple[Guest, socket.socket]:
         """Have this process visit itself, for a page of its own pools; the caller ends both."""
         near, far = socket.socketpair()
         near.sendall(VIEW)
-        return Visit(self, far, alone=True), near
+        return Guest(self, far, alone=True), near
 
 
-class Visit:
+class Guest:
     """One who has connected, and is told what it wishes on a thread of its own."""
 
     def __init__(self, door: Door, connection: socket.socket, *, alone: bool = False) -> None:
@@ -242,8 +242,8 @@ class Visit:
         self._lock = threading.Lock()
         self._woken = threading.Event()
         self._ended = False
-        door.visits.add(self)
-        threading.Thread(target=self._answer, name="skyward-door-visit", daemon=True).start()
+        door.guests.add(self)
+        threading.Thread(target=self._answer, name="skyward-door-guest", daemon=True).start()
 
     def wake(self) -> None:
         """Have what is new told soon."""
@@ -260,7 +260,7 @@ class Visit:
         self.wake()
 
     def end(self) -> None:
-        """Have the visit end when what is new has been told."""
+        """End when what is new has been told."""
         self._ended = True
         self.wake()
 
@@ -277,7 +277,7 @@ class Visit:
         except OSError:
             pass  # the other end has left, or is too slow
         finally:
-            self._door.visits.discard(self)
+            self._door.guests.discard(self)
             with self._lock:
                 for watch in self._watches.values():
                     watch.close()

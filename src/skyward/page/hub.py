@@ -23,7 +23,7 @@ from functools import partial
 import msgspec
 
 from skyward.nodes import records
-from skyward.page.door import SETTLE_SECONDS, TICK_SECONDS, VIEW, Visit, addresses, connect, door
+from skyward.page.door import SETTLE_SECONDS, TICK_SECONDS, VIEW, Guest, addresses, connect, door
 from skyward.page.pool import KEPT, Message, ShownPool
 from skyward.page.watch import END_SECONDS, SAMPLE_SECONDS, UNHURRIED, UNREADABLE, KeptWatch
 
@@ -98,7 +98,7 @@ class Hub:
         self._kept: dict[str, KeptWatch] = {}
         self._failures: set[str] = set()
         """What looks around have failed with, of which each was reported once."""
-        self._visit: Visit | None = None
+        self._guest: Guest | None = None
         """What tells of the pools of this process."""
         self._ended = threading.Event()
         self._looker: threading.Thread | None = None
@@ -183,7 +183,7 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="skyward-page", daemon=True)
         self._thread.start()
         if self._own:
-            self._visit, connection = door.look()
+            self._guest, connection = door.look()
             self._hear_process(str(os.getpid()), connection)
         else:
             self._looker = threading.Thread(target=self._look, name="skyward-look", daemon=True)
@@ -203,9 +203,9 @@ class Hub:
         with self._lock:
             kept, self._kept = list(self._kept.values()), {}
             doors, readers = list(self._doors.values()), self._readers
-        if self._visit is not None:
+        if self._guest is not None:
             # It tells the last news first.
-            self._visit.end()
+            self._guest.end()
         else:
             for connection in doors:
                 with contextlib.suppress(OSError):
