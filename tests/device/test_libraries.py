@@ -19,8 +19,7 @@ import skyward as sky
 from skyward.device import operators
 from skyward.device.core import core
 from skyward.device.libraries import torch as patches_of_torch
-from skyward.device.libraries.choice import Choice
-from skyward.device.libraries.patches import Patches, wrap, wrap_property
+from skyward.device.libraries.patches import Choice, Patches, wrap, wrap_property
 from skyward.errors import DeviceError
 
 from ..conftest import Sharing, only_in_all, other_case

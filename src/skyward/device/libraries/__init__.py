@@ -1,15 +1,14 @@
-"""Libraries that choose devices by themselves use an open sky device: one module for each."""
+"""Libraries that choose devices by themselves use an open sky device."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from skyward.device.libraries import accelerate, diffusers, peft, safetensors, torch, transformers
-from skyward.device.libraries.choice import Choice
-from skyward.device.libraries.patches import Patch, Patches
+from skyward.device.libraries import huggingface, torch
+from skyward.device.libraries.patches import Choice, Patch, Patches
 from skyward.device.library import Core
 
-LIBRARIES = (accelerate, diffusers, peft, safetensors, torch, transformers)
+LIBRARIES = (huggingface, torch)
 
 
 def install(core: Core) -> None:
