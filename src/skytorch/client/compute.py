@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import skyward as sky
-from skytorch.client import kubeconfig, metrics, names, pods
+from skytorch.client import kubeconfig, metrics, pods
 from skytorch.client import volumes as storage
 from skytorch.client.event import Event, OnEvents, Printed, Reporting, Returned
 from skytorch.client.init import Volumes, current
 from skytorch.client.metrics import Meter, OnMetrics
-from skytorch.client.placement import with_load_into
-from skytorch.client.resources import Resources
+from skytorch.client.resources import NAME_RULE, Resources, is_name
+from skytorch.client.state_dict import with_load_into
 from skyward import checks
 from skyward.errors import ConfigurationError, NoDeviceError, PoolClosedError
 from skyward.providers.kubernetes.pending import MAKING
@@ -385,9 +385,9 @@ class Compute:
 
 def _checked_name(owner: object, name: object) -> str:
     text = checks.text(owner, "name", name)
-    if not names.is_name(text):
+    if not is_name(text):
         raise checks.refused(
-            owner, {"name": name}, f"a compute's name {names.RULE}; write one such as 'trainer-1'"
+            owner, {"name": name}, f"a compute's name {NAME_RULE}; write one such as 'trainer-1'"
         )
     return text
 

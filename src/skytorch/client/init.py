@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skytorch.client import kubeconfig, names
+from skytorch.client import kubeconfig
 from skytorch.client.event import OnEvents
 from skytorch.client.metrics import OnMetrics
+from skytorch.client.resources import NAME_RULE, is_name
 from skyward.errors import ConfigurationError
 
 Volumes = Sequence[Mapping[str, Any]]
@@ -77,9 +78,9 @@ def init(
     >>> init(namespace="research", resources={"nvidia.com/gpu": "1"}, on_events=log_event)
     """
     global _current
-    if namespace is not None and not names.is_name(namespace):
+    if namespace is not None and not is_name(namespace):
         raise ConfigurationError(
-            f"init(namespace={namespace!r}): a namespace {names.RULE}; write one such as 'research'"
+            f"init(namespace={namespace!r}): a namespace {NAME_RULE}; write one such as 'research'"
         )
     _current = Defaults(
         image,

@@ -25,6 +25,19 @@ _NAME = re.compile(
     r"cpu|memory|ephemeral-storage|hugepages-\d+[KMG]i"
     r"|[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 )
+_OBJECT = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+
+NAME_RULE = "has small letters, digits and hyphens, at most 63"
+"""What a compute, a volume, a claim and a namespace may be called."""
+
+
+def is_name(name: object) -> bool:
+    """Whether Kubernetes would take it as the name of an object.
+
+    >>> is_name("trainer-1"), is_name("My_Node")
+    (True, False)
+    """
+    return isinstance(name, str) and _OBJECT.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import skyward as sky
-from skytorch.client import names, resources
+from skytorch.client import resources
 from skyward import checks
 
 _KEYS = ("name", "path", "storage", "claim")
@@ -66,10 +66,10 @@ def _problem(volume: object) -> str:
         return "has both storage and a claim"
     if storage is not None and not resources.is_quantity(storage):
         return "has no amount such as '10Gi' for its storage"
-    if storage is not None and not names.is_name(volume.get("name")):
-        return f"has no name that Kubernetes would take: it {names.RULE}"
-    if claim is not None and not names.is_name(claim):
-        return f"names no claim: its name {names.RULE}"
+    if storage is not None and not resources.is_name(volume.get("name")):
+        return f"has no name that Kubernetes would take: it {resources.NAME_RULE}"
+    if claim is not None and not resources.is_name(claim):
+        return f"names no claim: its name {resources.NAME_RULE}"
     return ""
 
 

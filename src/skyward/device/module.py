@@ -1,14 +1,19 @@
-"""The `torch.sky` module: the functions that PyTorch and its users expect for a device."""
+"""The `torch.sky` module: the functions and classes that PyTorch and its users expect for a device.
+
+Among them are the classes that stand for a dtype on a device, such as `torch.sky.FloatTensor`, for
+old code.
+"""
 
 from __future__ import annotations
 
+import functools
 import secrets
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from skyward.device import legacy, recurrent, storages
+from skyward.device import storages
 from skyward.device.library import Core
 from skyward.device.properties import DeviceProperties
 from skyward.errors import DeviceError
@@ -26,7 +31,7 @@ def install(core: Core) -> None:
     torch._register_device_module("sky", _SkyModule(core))  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     storages.install()
-    recurrent.flatten_on_sky()
+    _flatten_on_sky()
 
 
 def _module_there() -> types.ModuleType | None:
@@ -45,7 +50,7 @@ class _SkyModule(types.ModuleType):
         self._core = core
         # What `torch.cuda` keeps in modules of their own.
         self.random = self.memory = self
-        self.__dict__.update(legacy.classes())
+        self.__dict__.update(_legacy_classes())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A function that names both `torch` and `sky` is taken for one that uses `torch.sky`."""
@@ -332,3 +337,107 @@ class _SkyModule(types.ModuleType):
         import torch
 
         return [torch.float16, torch.bfloat16]
+
+
+if TYPE_CHECKING:
+    from torch.nn import RNNBase
+
+CUDNN_MODES = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}
+"""How cuDNN numbers the kinds of recurrent layers."""
+
+
+def _flatten_on_sky() -> None:
+    """Have `flatten_parameters`, which PyTorch keeps to CUDA, work for sky devices too.
+
+    The weights of a recurrent layer are one buffer then, laid out as the worker's cuDNN does it.
+    """
+    import torch
+
+    flatten = torch.nn.RNNBase.flatten_parameters
+
+    @functools.wraps(flatten)
+    def flatten_parameters(layer: RNNBase) -> None:
+        weights = layer._flat_weights
+        if weights and isinstance(weights[0], torch.Tensor) and weights[0].device.type == "sky":
+            _flatten(layer, weights)
+        else:
+            flatten(layer)
+
+    setattr(torch.nn.RNNBase, flatten.__name__, flatten_parameters)
+
+
+def _flatten(layer: Any, weights: list[Any]) -> None:
+    import torch
+
+    first = weights[0]
+    whole = len(weights) == len(layer._flat_weights_names)
+    alike = all(
+        isinstance(weight, torch.Tensor)
+        and weight.dtype == first.dtype
+        and weight.device == first.device
+        for weight in weights
+    )
+    if not whole or not alike or not torch.cudnn_is_acceptable(first):
+        return
+    # A weight that occurs twice cannot have two places.
+    if len({(weight.data_ptr(), weight.storage_offset()) for weight in weights}) < len(weights):
+        return
+    with torch.no_grad():
+        torch._cudnn_rnn_flatten_weight(
+            weights,
+            (4 if layer.bias else 2) + (1 if layer.proj_size else 0),
+            layer.input_size,
+            CUDNN_MODES[layer.mode],
+            layer.hidden_size,
+            layer.proj_size,
+            layer.num_layers,
+            layer.batch_first,
+            bool(layer.bidirectional),
+        )
+
+
+TENSORS = ("Byte", "Char", "Double", "Float", "Int", "Long", "Short", "Half", "Bool", "BFloat16")
+"""The dtypes that have such a class on CUDA."""
+
+
+class _TensorType(type):
+    """The class of such classes: tensors are never made of them, and yet count as instances."""
+
+    dtype: Any
+    plain: Any
+    """The class for the dtype on the CPU."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        import torch
+
+        is_ours = isinstance(value, torch.Tensor) and value.device.type == "sky"
+        return is_ours and value.dtype == cls.dtype  # type: ignore[attr-defined]
+
+    def __call__(cls, *values: Any, device: Any = None) -> Any:
+        return cls.plain(*values).to("sky" if device is None else device)
+
+
+def _legacy_classes() -> dict[str, Any]:
+    """Every class that stands for a dtype, by its name in `torch.sky`."""
+    import torch
+    from torch.storage import _dtype_to_storage_type_map, _LegacyStorage
+
+    named: dict[str, Any] = {}
+    storage_type: Any = type(_LegacyStorage)
+    for name in TENSORS:
+        plain = getattr(torch, f"{name}Tensor")
+        body = {
+            "__module__": "torch.sky",
+            "__qualname__": f"{name}Tensor",
+            "dtype": plain.dtype,
+            "plain": plain,
+            "layout": torch.strided,
+            "is_cuda": False,
+            "is_sparse": False,
+        }
+        # `x.type(...)` takes the whole name from the class.
+        named[f"{name}Tensor"] = _TensorType(f"torch.sky.{name}Tensor", (), body)
+    for dtype, name in _dtype_to_storage_type_map().items():
+        storage = {"__module__": "torch.sky", "dtype": dtype, "_dtype": dtype}
+        named[name] = storage_type(name, (_LegacyStorage,), storage)
+    return named
