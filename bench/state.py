@@ -199,13 +199,14 @@ def methods(scale: Scale) -> list[Row]:
 def handles(scale: Scale) -> list[Row]:
     """A call of a method by a task of another node, and by the client."""
     with sky.Compute(nodes=3, options=sky.Options(console=False)) as compute:
-        # One each: a process whose objects tasks call is slower to answer its client.
+        # One each, and the client's calls of the one that tasks call, too.
         kept: Any = compute.run(Kept(), on=0)  # type: ignore[call-overload]
         shared: Any = compute.run(Kept(), on=1)  # type: ignore[call-overload]
         samples = interleave(
             {
                 "client": lambda: p50(lambda: kept.plain(1), scale.calls),
                 "task": lambda: compute.run(calls_in_a_task(shared, scale.calls), on=2),
+                "shared": lambda: p50(lambda: shared.plain(1), scale.calls),
             },
             rounds=scale.rounds,
         )
@@ -216,7 +217,14 @@ def handles(scale: Scale) -> list[Row]:
             "called by the client",
             samples["client"],
             "<= 1.5x",
-        )
+        ),
+        compared(
+            "a method, called by the client, of an object that tasks call, too",
+            samples["shared"],
+            "of one that no task calls",
+            samples["client"],
+            "<= 1.15x",
+        ),
     ]
 
 

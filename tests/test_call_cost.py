@@ -72,6 +72,47 @@ def test_a_worker_runs_few_functions_for_a_call(pool: sky.Compute) -> None:
     assert pool.run(end_counting(), on=0) / (CALLS + 1) < ON_WORKER
 
 
+@sky.cls
+class Shared:
+    """An object that a task calls."""
+
+    def nothing(self) -> None:
+        return None
+
+
+@sky.function
+def calls(shared: Any) -> None:
+    shared.nothing()
+
+
+def test_a_worker_whose_objects_tasks_call_reads_its_clients_calls_without_a_second_thread(
+    pool: sky.Compute,
+) -> None:
+    shared: Any = pool.run(Shared(), on=0)
+    pool.run(calls(shared), on=1)
+
+    @sky.function
+    def begin() -> None:
+        entered: set[str] = set()
+        sys.entered = entered  # type: ignore[attr-defined]
+        sys.setprofile(lambda frame, *_: entered.add(frame.f_code.co_qualname))
+
+    @sky.function
+    def end() -> Any:
+        sys.setprofile(None)
+        return sys.entered  # type: ignore[attr-defined]
+
+    def main_thread_reads() -> bool:
+        pool.run(begin(), on=0)
+        for _ in range(CALLS):
+            pool.run(nothing(), on=0)
+        return "FrameDecoder.next" in pool.run(end(), on=0)
+
+    # A call that lasts, as on a machine that stands still, is reason to have the second one read.
+    wait_until(main_thread_reads)
+    shared.close()
+
+
 @sky.function
 def functions_of_an_add() -> float:
     counter = sky.counter("cost of an add")

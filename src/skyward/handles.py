@@ -230,9 +230,12 @@ class HandleCall(LineRequest):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call and wait for the result; an iterator for a generator."""
-        what = f"the arguments of {self._what}, called in a task,"
-        given = (self._handle._key, self._method, *opened(args)), opened(kwargs)
-        encoded = encoding.encode(given, own_modules=True, what=what)
+        key, method = self._handle._key, self._method
+        encoded = encoding.encode_small((key, method, *args), kwargs)
+        if encoded is None:
+            what = f"the arguments of {self._what}, called in a task,"
+            given = (key, method, *opened(args)), opened(kwargs)
+            encoded = encoding.encode(given, own_modules=True, what=what)
         if self._timeout is not None:
             self._due = time.monotonic() + self._timeout
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,10 @@ def called(key: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call a method of an object, or close it, as a task elsewhere asks."""
     if method == "close":
         return close(key)
-    method_of(type(_find(key)), method)
+    kind = type(_find(key))
+    if method.startswith("_") or not isinstance(_declared(kind, method), types.FunctionType):
+        # Rare: this look takes several microseconds.
+        method_of(kind, method)
     return call(key, method, *args, **kwargs)
 
 

@@ -6,7 +6,9 @@ import contextlib
 import gc
 import os
 import queue
+import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -116,6 +118,9 @@ class Executor:
         )
         self._listener = Listener(config.where, config.pool, self._credentials, self._accept)
         self._reader: TaskReader[Prepare | None] | None = None
+        self._woken, self._waking = socket.socketpair()
+        self._wakes = False
+        """Whether there is a byte between the two."""
         self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
         """A token for each task; a helper may run the task before the token is taken."""
 
@@ -131,6 +136,9 @@ class Executor:
         self._client = ClientConnection(self._inbox, Outbox(config.blob_cap))
         self._offered = False
         """Whether tasks elsewhere may call objects of this process, at any time."""
+        self._watched: select.poll | None = None
+        """If so: the client's connection, and what says that such a task has called one; None if
+        the main thread cannot wait for both."""
         self._relay = Relay(
             config.pool, self._credentials, self._inbox.arrivals, settled=self._settle_pending
         )
@@ -231,13 +239,42 @@ class Executor:
     def _read_one(self) -> None:
         channel = self._client.channel
         try:
-            frame = channel.receive()
-            self._handle(channel, frame, messages.decode(frame.kind, frame.meta))
+            if self._watched is None:
+                frame = channel.receive()
+                self._handle(channel, frame, messages.decode(frame.kind, frame.meta))
+            else:
+                self._read_watched(channel, self._watched)
         except Exception as problem:
             if isinstance(problem, (EOFError, OSError)) and not isinstance(problem, ProtocolError):
                 # The client is gone; the agent decides what becomes of the node.
                 os._exit(0)
             self._give_up(problem)
+
+    def _read_watched(self, channel: Channel, watched: select.poll) -> None:
+        """Read what the client sends, or note that another thread has put a task.
+
+        To leave the client to a second thread meanwhile would take calls of it a third longer.
+        """
+        frames = channel.buffered()
+        if not frames:
+            for descriptor, _ in watched.poll():
+                if descriptor == self._woken.fileno():
+                    self._wakes = False
+                    self._woken.recv(1)
+                else:
+                    frames = channel.poll()
+        for frame in frames:
+            self._handle(channel, frame, messages.decode(frame.kind, frame.meta))
+
+    def _offer(self) -> None:
+        """Let tasks elsewhere call objects of this process, from now on."""
+        self._offered = True
+        channel = self._client.channel
+        # A link may lose its connection, and OpenSSL may hold bytes that no poll sees.
+        if self._reader is not None and channel.shares_memory:
+            self._watched = select.poll()
+            self._watched.register(channel.fileno(), select.POLLIN)
+            self._watched.register(self._woken.fileno(), select.POLLIN)
 
     def _settle_pending(self) -> None:
         try:
@@ -301,7 +338,7 @@ class Executor:
             case Detach():
                 self._part_from_client()
             case Share():
-                self._offered = True
+                self._offer()
             case _:
                 raise ProtocolError(f"a client does not send {type(message).__name__}")
 
@@ -349,6 +386,9 @@ class Executor:
         helps = self._places.add(job)
         if self._reader is not None:
             self._reader.put(None)
+            if caller is not None and self._watched is not None and not self._wakes:
+                self._wakes = True
+                self._waking.send(b"\0")
         else:
             self._queue.put(None)
         if helps:
@@ -446,7 +486,10 @@ class Executor:
 
     def _serve(self) -> None:
         if not self._config.threads:
-            self._reader = TaskReader(self._read_one, lambda: self._offered or bool(self._pending))
+            self._reader = TaskReader(
+                self._read_one,
+                lambda: (self._offered and self._watched is None) or bool(self._pending),
+            )
             while True:
                 prepare = self._reader.next()
                 if prepare is not None:

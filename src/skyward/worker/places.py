@@ -6,7 +6,6 @@ those that run tasks, runs another one. When the first goes on, both run until o
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections import OrderedDict
@@ -46,9 +45,11 @@ class ObjectCaller:
             isinstance(message, Result) and message.payload is not None
         ):
             self.calls.discard(message.task)
-        # If the caller is gone, whoever reads ends its calls.
-        with contextlib.suppress(OSError):
+        try:
             self.channel.send(message, sendable[1] if sendable is not None else ())
+        except OSError:
+            # The caller is gone: whoever reads ends its calls.
+            return
 
     def pack(self, value: Any, what: str = "the value") -> Sendable:
         """A value, laid out for sending; `what` names it in errors."""
