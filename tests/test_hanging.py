@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 import time
@@ -24,7 +25,7 @@ QUIET = sky.Options(console=False)
 
 @pytest.fixture(scope="module")
 def compute() -> Iterator[sky.Compute]:
-    with sky.Compute(nodes=3, plugins=[sky.plugins.torch()], options=QUIET) as compute:
+    with sky.Compute(nodes=2, plugins=[sky.plugins.torch()], options=QUIET) as compute:
         yield compute
 
 
@@ -51,8 +52,6 @@ def trains() -> str:
     rank = torch.distributed.get_rank()
     if rank == 1:
         time.sleep(600)  # this rank hangs
-    if rank == 2:
-        return "early"
     torch.distributed.recv(torch.zeros(1), src=1)
     return "done"
 
@@ -66,18 +65,16 @@ def test_a_broadcast_names_the_rank_that_hangs_and_the_ranks_that_wait_for_it(
     hung = r"rank 1 \(node 1\) did not answer in time: it was at test_hanging\.py:\d+ in trains: "
     assert re.search(hung + r"time\.sleep\(600\)", text), text
     assert re.search(r"rank 0 waited in the collective recv, at test_hanging\.py:\d+ in ", text)
-    assert "rank 2 returned" in text
-    assert [outcome.value for outcome in caught.value.outcomes if outcome.ok] == ["early"]
 
 
 def test_a_timeout_in_c_code_that_holds_the_interpreter_says_where_too(pool: sky.Compute) -> None:
     @sky.function(timeout=1)
-    def backtracks() -> None:
-        re.match(r"(a+)+$", "a" * 40 + "b")
+    def holds() -> None:
+        ctypes.PyDLL(None).sleep(600)
 
     with pytest.raises(sky.TaskTimeoutError, match="in C code that holds the interpreter") as error:
-        backtracks() >> pool
-    assert 're.match(r"(a+)+$"' in error.value.place
+        holds() >> pool
+    assert "ctypes.PyDLL(None).sleep(600)" in error.value.place
 
 
 def test_ranks_are_told_in_ranges() -> None:
