@@ -24,6 +24,8 @@ class Account:
         self._lock = threading.RLock()
         self._clients: dict[tuple[str, str], Any] = {}
         self._connected: set[str] = set()
+        self._used: set[str] = set()
+        """The regions in which something may be: to look at one takes ten requests."""
         self._zones: dict[str, str] = {}
 
     def client(self, service: str, region: str = "us-east-1") -> Any:
@@ -52,6 +54,7 @@ class Account:
     def connect(self, region: str) -> None:
         """Give the default network a way out, as AWS does in a new account."""
         with self._lock:
+            self._used.add(region)
             if region in self._connected:
                 return
             ec2 = self.client("ec2", region)
@@ -93,7 +96,7 @@ class Account:
         return [
             instance
             for each in ([region] if region else sorted(self._connected))
-            for page in self.ec2(each).describe_instances(Filters=filters)["Reservations"]
+            for page in self.client("ec2", each).describe_instances(Filters=filters)["Reservations"]
             for instance in page["Instances"]
         ]
 
@@ -106,14 +109,20 @@ class Account:
 
     def leftovers(self) -> list[str]:
         """Everything that costs money or clutters the account, asked for type by type."""
-        return [
+        with self._lock:
+            # Whatever is made while this looks has its region looked at the next time.
+            regions, self._used = sorted(self._used), set()
+        found = [
             f"{region}: {kind} {name}"
-            for region in sorted(self._connected)
+            for region in regions
             for kind, name in self._resources(region)
         ]
+        if found:
+            self._used.update(regions)
+        return found
 
     def _resources(self, region: str) -> Iterator[tuple[str, str]]:
-        ec2 = self.ec2(region)
+        ec2 = self.client("ec2", region)
         live = set()
         for instance in self.instances(region=region):
             live.add(instance["InstanceId"])
@@ -151,8 +160,8 @@ class Account:
             "launch template": ("delete_launch_template", "LaunchTemplateId"),
             "address": ("release_address", "AllocationId"),
         }
-        for region in sorted(self._connected):
-            ec2 = self.ec2(region)
+        for region in sorted(self._used):
+            ec2 = self.client("ec2", region)
             if there := [each["InstanceId"] for each in self.instances(region=region)]:
                 ec2.terminate_instances(InstanceIds=there)
             for kind, name in list(self._resources(region)):

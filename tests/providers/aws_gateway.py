@@ -222,6 +222,9 @@ class Gateway:
             return self._refuse(call, fault.code, fault.message, fault.status)
         found = self._checked(call) or self.stand_ins.answer(call)
         found = found or self._repeated(call) or self._passed(call, method, path, headers, body)
+        if self._upstream.netloc and call.service == "ec2":
+            # Again: somebody may have looked since, before the call has made something.
+            self.account.connect(call.region)
         if hold is not None and hold.done_first:
             hold.reached.set()
             hold.released.wait()
