@@ -87,9 +87,9 @@ def test_force_takes_the_lock_from_whoever_has_it(bench: str) -> None:
 
 def test_a_command_that_runs_counts_as_use(home: Path, eventually: Callable[..., None]) -> None:
     with sky.Compute(name="brief", keep=0.5, options=QUIET):
-        copying = reach("brief").service(0, "copying")
+        command = reach("brief").service(0, "exec")
     agent = records.read("brief").nodes[0].pid
-    with copying, reach("brief") as pool, pool.head() as head:
+    with command, reach("brief") as pool, pool.head() as head:
         eventually(lambda: not head.ask("who")["clients"])
         assert head.ask("who")["idle"] == 0.0
         os.kill(agent, 0)
