@@ -6,8 +6,6 @@ not here, torchvision's for one, is looked at up to the image that would be buil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -18,17 +16,6 @@ import skyward as sky
 from ..conftest import only_in_all
 
 pytest.importorskip("torch", reason="torch is not installed")
-
-QUIET = sky.Options(console=False)
-Sharing = Callable[[sky.Compute], AbstractContextManager[sky.Compute]]
-
-
-@pytest.fixture(scope="module")
-def compute(sharing: Sharing) -> Iterator[sky.Compute]:
-    """Two nodes whose processes are one group."""
-    plugins = [sky.plugins.torch(backend="gloo")]
-    with sharing(sky.Compute(nodes=2, plugins=plugins, options=QUIET)) as pool:
-        yield pool
 
 
 def nodes(lines: list[sky.Output], text: str, stream: str = "stdout") -> list[int]:

@@ -34,21 +34,6 @@ VARIABLES = (
 )
 
 
-@pytest.fixture(scope="module")
-def shared(sharing: Any) -> Iterator[sky.Compute]:
-    """Two nodes with a process group: it takes seconds to form."""
-    with sharing(sky.Compute(nodes=2, plugins=[sky.plugins.torch()], options=QUIET)) as compute:
-        yield compute
-
-
-@pytest.fixture
-def compute(shared: sky.Compute) -> sky.Compute:
-    """The shared pool, with two nodes again if a test has resized it."""
-    if len(shared.nodes) != 2:
-        shared.resize(2)
-    return shared
-
-
 @sky.function
 def summed() -> tuple[int, int, float]:
     import torch
