@@ -43,6 +43,14 @@ def test_a_device_has_a_type_and_an_index(node: Compute, monkeypatch: pytest.Mon
     monkeypatch.delenv("SKYWARD_DEVICE")
 
     assert node.device("cpu", 0) == node.device("cpu:0") == node.device(type="cpu", index=0)
+
+
+@other_case
+def test_a_device_that_the_node_lacks_is_named_with_its_index(
+    node: Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SKYWARD_DEVICE")
+
     with pytest.raises(sky.errors.ConfigurationError, match="has no 'cuda:97'"):
         node.device("cuda", 97)
 
