@@ -225,6 +225,12 @@ class TestPlan:
             SentFolder(tmp_path, "/fixed", everything=True, back=False),
         )
 
+    @pytest.mark.parametrize("source", ["pvc://claim", "emptydir://"])
+    def test_a_claim_is_refused_where_nothing_is_mounted(self, source: str) -> None:
+        for provider in (sky.SSH(["one"]), sky.Local(), sky.Slurm(), sky.Ray("http://head:8265")):
+            with pytest.raises(ConfigurationError, match=r"is of Kubernetes, and nodes of .* have"):
+                sky.Compute(provider, volumes=[sky.Volume(source, "/data")])
+
     def test_a_folder_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"there is no folder .*nothing on this"):
             sky.Compute(volumes=[sky.Volume(str(tmp_path / "nothing"), "/data")])

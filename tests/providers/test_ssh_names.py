@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 
 import skyward as sky
-from skyward.providers.hosts import HostAddress, connections
+from skyward.providers.hosts import HostAddress
 from skyward.testing import plain_request
 
-from .ssh_hosts import Sshd, made, refusal, said, serving
+from .ssh_hosts import Sshd, hosts_held, made, refusal, said, serving
 
 PACKAGE = Path(sky.__file__).parent
 """Compared as a whole: a clone's own folder is called `skyward` as well."""
@@ -62,8 +61,8 @@ def test_a_jump_host_of_the_configuration_is_used(config: str, sshd: Sshd) -> No
             came_from = (await said(machine, "sh", "-c", "echo $SSH_CONNECTION")).split()
             assert came_from[2] == "127.0.0.1"
             assert machine.direct is None
-            assert connections.hosts_held() == 2
-        assert connections.hosts_held() == 0
+            assert hosts_held() == 2
+        assert hosts_held() == 0
 
     asyncio.run(scenario())
 
@@ -78,7 +77,7 @@ def test_a_jump_host_carries_commands_and_bridges(sshd: Sshd) -> None:
                 end.sendall(b"jump")
                 assert await asyncio.to_thread(end.recv, 9) == b"pmuj"
             assert await task == 0
-        assert connections.hosts_held() == 0
+        assert hosts_held() == 0
 
     asyncio.run(scenario())
 
@@ -158,13 +157,6 @@ def test_addresses_say_how_the_nodes_reach_each_other(sshd: Sshd) -> None:
         assert machine.direct is None
 
     asyncio.run(scenario())
-
-
-def test_a_volume_cannot_be_mounted_elsewhere() -> None:
-    request = dataclasses.replace(plain_request(), volumes=(sky.Volume("/data", "/other"),))
-
-    with pytest.raises(sky.errors.ConfigurationError, match="leave target out"):
-        sky.SSH(["gpu1"]).check(request)
 
 
 @pytest.mark.parametrize("nodes", [3, (1, 3)])

@@ -319,6 +319,12 @@ def volume_plan(provider: Provider, volumes: Sequence[Volume]) -> VolumePlan:
         scheme = volume.source.partition("://")[0] if "://" in volume.source else ""
         if scheme and scheme not in _PROVIDERS_OWN:
             nodes.append(volume)
+        elif scheme and not provider.capabilities.mounts_folders:
+            raise ConfigurationError(
+                f"{volume}: {scheme}:// is of Kubernetes, and nodes of {provider.name} have only "
+                "the files of their machines; give a folder of this machine, which is sent to "
+                "them, or a bucket"
+            )
         elif scheme or volume.source == volume.target or provider.capabilities.mounts_folders:
             providers.append(volume)
         else:

@@ -130,17 +130,11 @@ class SSH:
         raise PoolStartError("; ".join(map(str, problems)))
 
     def check(self, request: Request) -> None:
-        """Refuse more nodes than there are hosts, and volumes: nothing is mounted on a host."""
+        """Refuse more nodes than there are hosts."""
         if request.most_nodes > len(self.hosts):
             raise ConfigurationError(
                 f"a pool of up to {request.most_nodes} nodes: {self._too_few()}"
             )
-        for volume in request.volumes:
-            if volume.target != volume.source:
-                raise ConfigurationError(
-                    f"{volume}: an SSH host's files stay where they are; leave target out and "
-                    "give the path as it is on the hosts, or use a provider with containers"
-                )
 
     def describe(self) -> dict[str, Any]:
         """The arguments, with the paths of keys and never the keys."""

@@ -101,12 +101,6 @@ class AWS(Settings):
             raise ConfigurationError(
                 "AWS needs the package asyncssh; install it with: pip install 'skyward-torch[aws]'"
             )
-        for volume in request.volumes:
-            if volume.target != volume.source:
-                raise ConfigurationError(
-                    f"{volume}: an instance mounts nothing but its own disk; leave target out and "
-                    "give a path that the AMI has, or read data from S3 in your function"
-                )
         if self.key is not None and not Path(self.key).expanduser().exists():
             raise ConfigurationError(
                 f"AWS(key={self.key!r}): there is no such file; name a private key's, or leave key "

@@ -108,10 +108,10 @@ class Local:
         image.check_python(request.image)
         check_accelerator(request.accelerator)
         for volume in request.volumes:
-            if volume.target != volume.source or not Path(volume.source).exists():
+            if not Path(volume.source).exists():
                 raise ConfigurationError(
-                    f"{volume}: local workers see this machine's files where they are; give an "
-                    "existing path without a different target, or use a provider with containers"
+                    f"{volume}: local workers see this machine's files where they are, and there "
+                    "is no such path; name one that exists"
                 )
 
 

@@ -178,13 +178,7 @@ class Ray:
         return f"the head of a cluster at {host}:{port}"
 
     def check(self, request: Request) -> None:
-        """Refuse volumes: nothing is mounted on a machine of the cluster."""
-        for volume in request.volumes:
-            if volume.target != volume.source:
-                raise ConfigurationError(
-                    f"{volume}: the files of a Ray node stay where they are; leave target out and "
-                    "give the path as it is on the nodes, or use a provider with containers"
-                )
+        """Refuse nothing: only the cluster knows."""
 
     def describe(self) -> Mapping[str, Any]:
         """Where the cluster is; `headers` may hold secrets, and `sky down` reads the variables."""

@@ -234,13 +234,7 @@ class Slurm:
         return gathered(found)
 
     def check(self, request: Request) -> None:
-        """Refuse volumes that are elsewhere on the nodes; the rest only the cluster knows."""
-        for volume in request.volumes:
-            if volume.target != volume.source and self.container is None:
-                raise ConfigurationError(
-                    f"{volume}: the files of a cluster's nodes stay where they are; leave target "
-                    "out and give the path as it is on the nodes, or give container="
-                )
+        """Refuse nothing: only the cluster knows."""
 
     def describe(self) -> Mapping[str, Any]:
         """The arguments; of a login, the paths of keys and never the keys."""
