@@ -23,7 +23,7 @@ from skyward.providers.hosts import connections
 from skyward.testing import plain_request
 
 from .. import walks
-from .ssh_hosts import LISTENER, Sshd, another, made, said, serving
+from .ssh_hosts import LISTENER, Sshd, another, hosts_held, made, said, serving
 
 
 def test_64_mib_go_in_and_come_out_or_are_not_even_read(sshd: Sshd) -> None:
@@ -133,10 +133,10 @@ def test_machines_on_one_host_share_one_connection(sshd: Sshd) -> None:
         ):
             ways = [await said(each, "sh", "-c", "echo $SSH_CONNECTION") for each in (one, two)]
             assert ways[0] == ways[1] != await said(other, "sh", "-c", "echo $SSH_CONNECTION")
-            assert connections.hosts_held() == 2
+            assert hosts_held() == 2
             await one.destroy()
             assert await two.alive()
-        assert connections.hosts_held() == 0
+        assert hosts_held() == 0
 
     asyncio.run(scenario())
 
@@ -180,7 +180,7 @@ def test_a_host_that_is_lost_and_comes_back(sshd: Sshd) -> None:
 
             sshd.up()
             assert await machine.alive()
-        assert connections.hosts_held() == 0
+        assert hosts_held() == 0
 
     try:
         asyncio.run(scenario())
@@ -218,7 +218,7 @@ def test_a_host_that_falls_silent_is_noticed_and_connected_to_anew(
                     # It may have been told to go, and has gone since another was resumed.
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.resume()
-        assert connections.hosts_held() == 0
+        assert hosts_held() == 0
 
     asyncio.run(scenario())
 
@@ -268,7 +268,7 @@ def test_connecting_goes_on_when_those_who_asked_give_up(
                     break
             assert impatient >= 2
             assert len(attempts) == 1
-        assert connections.hosts_held() == 0
+        assert hosts_held() == 0
 
     asyncio.run(scenario())
 
@@ -418,7 +418,7 @@ def test_destroying_a_machine_ends_its_bridges(sshd: Sshd) -> None:
             end.settimeout(10)
             with end, contextlib.suppress(ConnectionError):
                 assert await asyncio.to_thread(end.recv, 1) == b""
-            assert connections.hosts_held() == 0
+            assert hosts_held() == 0
 
     asyncio.run(scenario())
 

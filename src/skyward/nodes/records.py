@@ -439,11 +439,12 @@ class Journal:
         """Note that a pool of this process is about to make machines."""
         pid = os.getpid()
         values = (pool, name, provider, json.dumps(dict(arguments)), socket.gethostname(), pid)
-        with self._connected() as database:
-            database.execute(
+        self._write(
+            (
                 "insert or ignore into pools values (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
                 (*values, _began(pid), time.time(), price),
             )
+        )
 
     def intend(self, pool: str, node: int) -> None:
         """Note that the client is about to make a machine for a node, in place of one it had."""
@@ -509,12 +510,13 @@ class Journal:
 
     def close_pool(self, pool: str) -> None:
         """Remove a pool from the journal, unless it still has machines there."""
-        with self._connected() as database:
-            database.execute(
+        self._write(
+            (
                 "delete from pools where id = ? "
                 "and not exists (select 1 from machines where pool = pools.id)",
                 (pool,),
             )
+        )
 
     def has_machines(self, pool: str) -> bool:
         """Whether a machine of a pool may still be there."""
@@ -524,8 +526,7 @@ class Journal:
 
     def forget(self, pool: str) -> None:
         """Remove a pool and its machines from the journal, whatever is left of them."""
-        with self._connected() as database:
-            database.execute("delete from pools where id = ?", (pool,))
+        self._write(("delete from pools where id = ?", (pool,)))
 
     def pools(self) -> list[PoolRecord]:
         """All pools in the journal, oldest first."""
@@ -619,29 +620,12 @@ class NoJournal(Journal):
     ) -> None:
         """Write nothing."""
 
-    def intend(self, pool: str, node: int) -> None:
-        """Write nothing."""
-
-    def made(
-        self,
-        pool: str,
-        node: int,
-        machine: str,
-        address: str | None,
-        price: float | None = None,
-        created: float | None = None,
-    ) -> None:
-        """Write nothing."""
-
-    def gone(self, pool: str, node: int) -> None:
-        """Write nothing."""
-
-    def close_pool(self, pool: str) -> None:
-        """Write nothing."""
-
     def has_machines(self, pool: str) -> bool:
         """False: machines end with the client."""
         return False
+
+    def _write(self, *statements: tuple[str, Values]) -> None:
+        """Write nothing."""
 
 
 def _began(pid: int) -> float:

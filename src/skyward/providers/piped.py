@@ -118,10 +118,7 @@ class Piped:
             # Also if the caller is cancelled again.
             await asyncio.shield(asyncio.create_task(self._kill(running, work)))
             raise
-        if status is None:
-            raise UnreachableError(await self.why_lost())
-        await self.settle(running.end)
-        return status
+        return await self._ended(running, status)
 
     async def call(
         self,
@@ -132,7 +129,9 @@ class Piped:
     ) -> int:
         """Run a command that ends by itself, also if the caller is cancelled."""
         running = await self._begin(command, input, output)
-        status = await running.follow(input)
+        return await self._ended(running, await running.follow(input))
+
+    async def _ended(self, running: _Command, status: int | None) -> int:
         if status is None:
             raise UnreachableError(await self.why_lost())
         await self.settle(running.end)

@@ -22,7 +22,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.exceptions import HTTPError
 
 from skyward.checks import argument
-from skyward.errors import ConfigurationError, StoreError, StoreFullError
+from skyward.errors import ConfigurationError, StoreError
 from skyward.store.places import (
     AUTHORITY,
     MARK,
@@ -32,6 +32,7 @@ from skyward.store.places import (
     FileEntry,
     Files,
     chosen_token,
+    full,
     is_loopback,
     store_at,
 )
@@ -176,7 +177,9 @@ class HttpFiles(Files):
                 if buffer is None:
                     buffer = memoryview(bytearray(left))
                 tag, end = answer.headers.get("ETag") or "", done + left
-                # The answer's own readinto copies every slice, a fifth of the time of a load.
+                # Not by the answer itself: its `readinto`, `read` and `read1` make bytes of each
+                # slice, which are then copied, a fifth of the time of a load; and urllib3 has no
+                # public name for the response of http.client, which fills a buffer.
                 raw: Any = answer._original_response  # type: ignore[attr-defined]
                 while done < end:
                     count = raw.readinto(buffer[done : min(done + _SLICE, end)])
@@ -302,11 +305,7 @@ class HttpFiles(Files):
             problem = "the server refused the token" if self._token else "the server wants a token"
             raise StoreError(f"{where}: {problem}; pass {argument('token')} or set {TOKEN}")
         if status == 507:
-            raise StoreFullError(
-                f"{where}: {reason}; make room on the server, or delete versions and call "
-                f"{argument('gc', python='gc()')}, then save "
-                "again: what has been written is not written twice"
-            )
+            raise full(f"{where}: {reason}", " on the server")
         raise StoreError(f"{where}: {status} {reason or answer.reason}")
 
     def _foreign(self, answer: BaseHTTPResponse, mark: str | None) -> StoreError:

@@ -120,16 +120,13 @@ class Loading:
 
     def _groups(self, wanted: Iterable[int], mapped_only: bool = False) -> Iterator[list[_Read]]:
         """The objects to read; mapped objects in groups that are hashed together."""
-        by_object: dict[int, list[int]] = {}
-        for index in sorted(set(wanted)):
-            by_object.setdefault(self._manifest.regions[index].object, []).append(index)
         work: list[_Work] = [
             (
                 self._manifest.objects[number],
                 [self._manifest.regions[index] for index in indices],
                 indices,
             )
-            for number, indices in by_object.items()
+            for number, indices in self._by_object(wanted).items()
         ]
         group: list[_Read] = []
         for stored, regions, indices in work:
@@ -144,6 +141,13 @@ class Loading:
                 group = []
         if group:
             yield group
+
+    def _by_object(self, wanted: Iterable[int]) -> dict[int, list[int]]:
+        """The regions of each object, by their numbers."""
+        found: dict[int, list[int]] = {}
+        for index in sorted(set(wanted)):
+            found.setdefault(self._manifest.regions[index].object, []).append(index)
+        return found
 
     def _mapped(self, stored: StoredObject, regions: list[Region]) -> list[memoryview] | None:
         path = object_path(stored.name)

@@ -16,10 +16,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from skyward.checks import argument
-from skyward.errors import StoreError, StoreFullError
+from skyward.errors import StoreError
 from skyward.objects import memory
-from skyward.store.places import Buffer, Draft, FileEntry, Files
+from skyward.store.places import Buffer, Draft, FileEntry, Files, full
 
 
 class LocalFiles(Files):
@@ -194,11 +193,7 @@ class LocalFiles(Files):
         except OSError as problem:
             where = f"{self.url}/{path}: {doing} failed: {problem.strerror or problem}"
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StoreFullError(
-                    f"{where}; make room, or delete versions and call "
-                    f"{argument('gc', python='gc()')}, then save again: "
-                    "what has been written is not written twice"
-                ) from problem
+                raise full(where) from problem
             if problem.errno in (errno.EMFILE, errno.ENFILE):
                 raise StoreError(
                     f"{where}; close files that are not needed, or raise the limit (`ulimit -n`)"

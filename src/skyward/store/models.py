@@ -23,7 +23,7 @@ from skyward.store.catalog import GRACE, Catalog, check_name, manifest_url
 from skyward.store.fill import fill
 from skyward.store.load import Loading
 from skyward.store.manifest import Manifest
-from skyward.store.node import NodeLoading, Title, save_on_node
+from skyward.store.node import NodeLoading, save_on_node
 from skyward.store.places import Files
 from skyward.store.progress import Progress, Watch, watched
 from skyward.store.save import Saving
@@ -140,8 +140,8 @@ class ModelStore:
             value = model.state_dict()
         with watched(self._progress, f"saving {name}") as progress:
             tree, tensors = values.encode(value)
-            title = Title(name, facts, class_path)
-            saved = save_on_node(self._address, self._files, title, tree, tensors)
+            described = name, tree, tensors, facts, class_path
+            saved = save_on_node(self._address, self._files, *described)
             if saved is None:
                 saving = Saving(self._catalog, name, progress)
                 saved = saving.save(tree, tensors, facts, class_path)

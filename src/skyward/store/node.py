@@ -127,15 +127,6 @@ class NodeRequests:
 
 
 @dataclass(frozen=True, slots=True)
-class Title:
-    """The name and description of a version."""
-
-    name: str
-    metadata: dict[str, Any]
-    class_path: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class TensorLocation:
     """A tensor on the device: the number of its storage, and its layout in the storage."""
 
@@ -149,9 +140,11 @@ class TensorLocation:
 def save_on_node(
     address: Address,
     files: Files,
-    title: Title,
+    name: str,
     tree: Any,
     tensors: Sequence[tuple[str, torch.Tensor]],
+    metadata: dict[str, Any],
+    class_path: str | None,
 ) -> Manifest | None:
     """Have the node save the tensors of its device; None if the client has to save them."""
     devices = {
@@ -180,7 +173,9 @@ def save_on_node(
     mark = f"tmp/{uuid.uuid4().hex}"
     files.write(mark, [b"is the store of this name the same one?\n"])
     try:
-        saved = requests.run(_save_on_node(address, mark, title, tree, parts, memory))
+        saved = requests.run(
+            _save_on_node(address, mark, name, tree, parts, memory, metadata, class_path)
+        )
     finally:
         files.delete(mark)
     return None if isinstance(saved, Refusal) else saved
@@ -233,10 +228,12 @@ class _SharedStorages:
 def _save_on_node(
     address: Address,
     mark: str,
-    title: Title,
+    name: str,
     tree: Any,
     parts: list[tuple[str, TensorLocation | torch.Tensor]],
     memory: list[bytes],
+    metadata: dict[str, Any],
+    class_path: str | None,
 ) -> Manifest | Refusal:
     import torch
 
@@ -260,9 +257,8 @@ def _save_on_node(
             return empty.reshape(part.shape)
         return empty.set_(storage, part.offset, part.shape, part.strides)
 
-    saving = Saving(Catalog(files), title.name)
     tensors = [(path, tensor(part)) for path, part in parts]
-    return saving.save(tree, tensors, title.metadata, title.class_path)
+    return Saving(Catalog(files), name).save(tree, tensors, metadata, class_path)
 
 
 # Loading.
@@ -334,14 +330,11 @@ class NodeLoading(Loading):
 
     def _batches(self, wanted: Iterable[int]) -> Iterator[list[int]]:
         """The regions of each request: those of whole objects, so that no object is read twice."""
-        by_object: dict[int, list[int]] = {}
-        for index in sorted(set(wanted)):
-            by_object.setdefault(self._manifest.regions[index].object, []).append(index)
         batch: list[int] = []
         size = 0
-        for indices in by_object.values():
+        for indices in self._by_object(wanted).values():
             batch += indices
-            size += sum(self._manifest.regions[index].size for index in indices)
+            size += self.size(indices)
             if size >= _TOGETHER:
                 yield batch
                 batch, size = [], 0

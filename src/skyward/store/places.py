@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from skyward.checks import argument
-from skyward.errors import ConfigurationError
+from skyward.errors import ConfigurationError, StoreFullError
 
 Buffer = bytes | memoryview
 
@@ -116,6 +116,14 @@ def store_at(url: object, *, token: bool = False) -> str:
     """
     python = f"ModelStore({url!r}, token=...)" if token else f"ModelStore({url!r})"
     return argument("store", url, python=python)
+
+
+def full(where: str, place: str = "") -> StoreFullError:
+    """The error for a store without room, whose place may be a server."""
+    return StoreFullError(
+        f"{where}; make room{place}, or delete versions and call {argument('gc', python='gc()')}, "
+        "then save again: what has been written is not written twice"
+    )
 
 
 def chosen_token(token: str | None) -> str | None:

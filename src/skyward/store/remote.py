@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from skyward.checks import argument
-from skyward.errors import StoreError, StoreFullError
-from skyward.store.places import Buffer, FileEntry, Files
+from skyward.errors import StoreError
+from skyward.store.places import Buffer, FileEntry, Files, full
 
 _BLOCK = 16 << 20
 """A write is cut into parts of this size, of which each transfer keeps about two in memory."""
@@ -182,10 +181,7 @@ class FsspecFiles(Files):
             # Each filesystem has exceptions of its own, few of them an OSError.
             where = f"{self.url}/{path}: {doing} failed: {type(problem).__name__}: {problem}"
             if getattr(problem, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                raise StoreFullError(
-                    f"{where}; make room, or delete versions and call "
-                    f"{argument('gc', python='gc()')}, then save again"
-                ) from problem
+                raise full(where) from problem
             raise StoreError(
                 f"{where}; check the address, the network and your credentials"
             ) from problem

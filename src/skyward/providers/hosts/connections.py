@@ -239,11 +239,6 @@ async def release(host: HostConnections) -> None:
         await host.close()
 
 
-def hosts_held() -> int:
-    """To how many hosts this event loop holds connections."""
-    return len(_held.get(asyncio.get_running_loop(), {}))
-
-
 class _HostKeyRecorder(asyncssh.SSHClient):
     """Keeps the host key that was not accepted, for the error message."""
 

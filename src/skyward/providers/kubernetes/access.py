@@ -31,6 +31,7 @@ REQUEST_SECONDS = 30.0
 CONNECT_SECONDS = 3.0
 """How long a connection may take; there are two attempts, and a lost packet is sent after 1 s."""
 WATCH_SECONDS = 240
+LOG_LINES = 50
 _MERGE = "application/merge-patch+json"
 _MISSING = (
     "Kubernetes(): the kubernetes package is missing; pip install 'skyward-torch[kubernetes]'"
@@ -322,9 +323,9 @@ class Access:
         path = self.path(kind, query=query.items())
         self._request("DELETE", path, f"removing {kind}", {"gracePeriodSeconds": 2})
 
-    def logs(self, pod: str, lines: int = 50) -> str:
+    def logs(self, pod: str) -> str:
         """The last lines of what a pod's container wrote; empty if there are none."""
-        path = self.path("pods", pod, "log", query=[("tailLines", str(lines))])
+        path = self.path("pods", pod, "log", query=[("tailLines", str(LOG_LINES))])
         try:
             with self._answer("GET", path, None, None, REQUEST_SECONDS) as answer:
                 return answer.read().decode(errors="replace") if answer.status == 200 else ""
