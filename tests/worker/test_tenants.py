@@ -52,7 +52,7 @@ def tenants(tmp_path: Path) -> Tenants:
 
 
 def test_two_clients_never_get_the_same_tenant(tenants: Tenants) -> None:
-    tenants.park(tenants.first, "")
+    tenants.leave(tenants.first, "")
     names = [tenants.choose({"user": user}) for user in ("ann", "bob")]
     assert names[0] != names[1]
     ann, bob = (tenants.enter(name, number) for number, name in enumerate(names, 1))

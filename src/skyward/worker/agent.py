@@ -168,7 +168,7 @@ class Agent:
             case Members():
                 self._tenants.note_members(message)
             case Detach():
-                self._tenants.park(tenant, message.group)
+                self._tenants.leave(tenant, message.group)
             case Shutdown():
                 who = tenant.identity
                 by = shown({**who, "since": tenant.since}) if who else "another client"

@@ -3,7 +3,7 @@
 A tenant has a control connection, executors and device processes. The node of an ordinary pool has
 one tenant, and ends with it. The node of a kept pool keeps the tenant of a client that
 leaves, for the next client: its executors are warm, and have entered the plugins' hooks. Device
-processes end with their client, unless they hold values: those stay for any client of the node.
+processes end with their client, unless they hold values: those are kept for any client of the node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHOSEN_SECONDS = 30.0
 STALLED_SECONDS = 2.0
 """After so long between two looks, this process itself stood still, and could hear nobody."""
 KEEP_SECONDS = 10.0
-"""How long a second client waits for the first one's word that the node stays.
+"""How long a second client waits for the first one's word that the pool is kept.
 
 The second one may have heard of the node before the node has heard that word.
 """
@@ -55,7 +55,7 @@ class Tenant:
         self.pid = 0
         """The number of the client's process; 0 if it has not connected yet."""
         self.since = time.time()
-        self.parked = False
+        self.kept = False
         """Whether the client has left, and the next one may take its place."""
         self.started = False
         """Whether the executors have been started."""
@@ -120,7 +120,7 @@ class Tenant:
     def tell(self, message: Message) -> None:
         """Send to the client, now or when it connects; nobody is told while there is none."""
         with self._lock:
-            if self.parked:
+            if self.kept:
                 return
             if self._channel is None:
                 self._unsent.append(message)
@@ -129,13 +129,13 @@ class Tenant:
         with contextlib.suppress(OSError):
             channel.send(message)
 
-    def park(self, group: str) -> None:
+    def keep(self, group: str) -> None:
         """Keep the executors for the next client; they have entered the hooks of that name."""
         self._group = group
         self._members = frozenset(each.process.pid for each in self.executors.all())
         self.devices.close_all()
         with self._lock:
-            self.parked = True
+            self.kept = True
             channel, self._channel, self._unsent = self._channel, None, []
         if channel is not None:
             channel.close()
@@ -143,12 +143,12 @@ class Tenant:
     def take_over(self) -> None:
         """Be there for a new client: tell it of the executors when it connects."""
 
-        def unpark() -> None:
+        def welcome() -> None:
             with self._lock:
-                self.parked, self._cut_off = False, False
+                self.kept, self._cut_off = False, False
                 self.heard, self.since = time.monotonic(), time.time()
 
-        self.executors.announce_again(self._group, self._members, unpark)
+        self.executors.announce_again(self._group, self._members, welcome)
 
     def close(self) -> None:
         """End the executors and devices, and the connection."""
@@ -168,7 +168,7 @@ class Tenants:
         self._config, self._starts = config, starts
         self.log = NodeLog()
         self.node_devices = NodeDevices()
-        """The device processes of all tenants, and those that stay for the values they hold."""
+        """The device processes of all tenants, and those that are kept for the values they hold."""
         self._lock = threading.RLock()
         self._began = time.monotonic()
         self.first = self._new(config.client)
@@ -191,7 +191,7 @@ class Tenants:
 
     @property
     def keeps(self) -> bool:
-        """Whether the node stays when its clients leave."""
+        """Whether the node is kept when its clients leave."""
         return self._kept.is_set()
 
     def keep(self, idle: float) -> None:
@@ -233,7 +233,7 @@ class Tenants:
     @property
     def clients(self) -> list[Tenant]:
         """The tenants whose clients have not left."""
-        return [tenant for tenant in self.there if not tenant.parked]
+        return [tenant for tenant in self.there if not tenant.kept]
 
     # Clients come.
 
@@ -254,7 +254,7 @@ class Tenants:
         """The tenant of a client that connects, by its name and process number.
 
         A client that the node does not know gets the tenant that another one has left, or a new
-        one, if the node stays.
+        one, if the pool is kept.
         """
         if name and name not in self._named:
             self._kept.wait(KEEP_SECONDS)
@@ -264,7 +264,7 @@ class Tenants:
                 tenant = self.first
             if tenant is None:
                 tenant = self._new_client(name)
-            elif tenant.parked:
+            elif tenant.kept:
                 tenant.take_over()
             elif tenant.pid not in (0, pid) and not tenant.away:
                 raise ProtocolError("another client has this tenant")
@@ -278,7 +278,7 @@ class Tenants:
     def _new_client(self, name: str) -> Tenant:
         if not self.keeps:
             raise ProtocolError("this pool has another client, and is not kept")
-        left = [each for each in self._named.values() if each.parked]
+        left = [each for each in self._named.values() if each.kept]
         if left:
             tenant = left[-1]
             del self._named[tenant.name]
@@ -294,13 +294,13 @@ class Tenants:
 
     # Clients go.
 
-    def park(self, tenant: Tenant, group: str) -> None:
+    def leave(self, tenant: Tenant, group: str) -> None:
         """Keep the tenant of a client that leaves, unless another one waits already."""
         if not self.keeps:
             raise ProtocolError("this pool is not kept when its client leaves")
         with self._lock:
-            others = [each for each in self._named.values() if each.parked and each is not tenant]
-        tenant.park(group)
+            others = [each for each in self._named.values() if each.kept and each is not tenant]
+        tenant.keep(group)
         if others:
             self._end(tenant)
         self.log.changes.tell()
@@ -316,11 +316,11 @@ class Tenants:
             if stood_still > STALLED_SECONDS:
                 tenant.heard = min(now, tenant.heard + stood_still)
             tenant.executors.look()
-            if not tenant.parked and self._is_gone(tenant, now):
+            if not tenant.kept and self._is_gone(tenant, now):
                 if not self.keeps:
                     return True
                 self._end(tenant)
-                self._have_spare()
+                self._have_one_kept()
         return self._is_idle(now, working)
 
     def _is_gone(self, tenant: Tenant, now: float) -> bool:
@@ -345,16 +345,16 @@ class Tenants:
         since = self._idle_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def _have_spare(self) -> None:
+    def _have_one_kept(self) -> None:
         """Have executors ready for the next client."""
         with self._lock:
-            if any(each.parked for each in self._named.values()):
+            if any(each.kept for each in self._named.values()):
                 return
             name = secrets.token_hex(8)
-            spare = self._named[name] = self._new(name)
-            spare.executors.compute_pool[:] = self.compute_pool
-            spare.parked = True
-        spare.start()
+            tenant = self._named[name] = self._new(name)
+            tenant.executors.compute_pool[:] = self.compute_pool
+            tenant.kept = True
+        tenant.start()
 
     def _end(self, tenant: Tenant) -> None:
         with self._lock:
