@@ -148,8 +148,7 @@ def record_kept() -> None:
 
     start("ann", "-m", "skyward", "run", "--on", "train", "--detach", "sweep.py").wait()
     clients = [start("ann", "embed_run.py"), start("bob", "tokenize_run.py")]
-    hub = Hub(["train"])
-    server = PageServer(hub)
+    server = PageServer(Hub(["train"]))
     try:
         with Chromium() as browser:
             browser.show(*SIZE)
@@ -160,7 +159,6 @@ def record_kept() -> None:
             assert not browser.problems, browser.problems
     finally:
         server.close()
-        hub.close()
         for client in clients:
             client.terminate()
             client.wait()

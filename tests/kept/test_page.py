@@ -473,6 +473,7 @@ def test_a_provider_that_does_not_answer_keeps_nobody_from_ending(
         hub.close()
         assert names_of_threads().count("skyward-kept") == before, "it still waits"
         # When the pool is gone, nothing is left of its watch.
+        hub = Hub(["far"])
         hub.join()
         assert asked.acquire(timeout=PATIENCE)
         records.forget("far")

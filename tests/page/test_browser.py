@@ -142,10 +142,18 @@ def test_dark_is_dark(opened: Chromium) -> None:
 
 
 class Thousand:
-    """A source with one pool of a thousand nodes."""
+    """A hub with one pool of a thousand nodes."""
+
+    def __init__(self) -> None:
+        self._viewers: list[Viewer] = []
+
+    def told(self, *messages: dict[str, Any]) -> Viewer:
+        """A new viewer, which is told that."""
+        self._viewers.append(Viewer())
+        self._viewers[-1].put(json.dumps(messages))
+        return self._viewers[-1]
 
     def join(self) -> Viewer:
-        viewer = Viewer()
         nodes = [[n, "ready", f"10.0.{n >> 8}.{n & 255}", None, 0, ""] for n in range(1000)]
         running = [[n, "step", n, 0, time.time()] for n in range(1000)]
         pool = {"type": "pool", "pool": "p", "name": "large", "provider": "local", "workers": []}
@@ -157,14 +165,14 @@ class Thousand:
         sample |= {"type": "sample", "pool": "p", "time": time.time(), "usage": usage}
         sample |= {"devices": [], "cost": 12.5, "hourly_cost": 98.3}
         hello = {"type": "hello", "time": time.time(), "pid": 1}
-        viewer.put(json.dumps([hello, pool, sample]))
-        return viewer
+        return self.told(hello, pool, sample)
 
     def leave(self, viewer: Viewer) -> None:
         viewer.put(None)
 
-    def measure(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        return []
+    def close(self) -> None:
+        for viewer in self._viewers:
+            self.leave(viewer)
 
 
 def test_a_thousand_nodes_are_a_map_and_the_hundred_busiest(chromium: Chromium) -> None:
@@ -196,10 +204,10 @@ def test_a_thousand_nodes_are_a_map_and_the_hundred_busiest(chromium: Chromium) 
 
 
 class Shared(Thousand):
-    """A source with a kept pool, which two clients use at once."""
+    """A hub with a kept pool, which two clients use at once."""
 
     def join(self) -> Viewer:
-        viewer, now = Viewer(), time.time()
+        now = time.time()
         who = {"user": "ann", "host": "<i>desk</i>", "pid": "11", "command": "python /a/train.py"}
         clients = {"a1": {**who, "since": now}, "b2": {**who, "pid": "12", "since": now}}
         job = {"id": "sweep-1", "state": "failed", "code": 3, "began": now, "took": 2.0}
@@ -219,8 +227,7 @@ class Shared(Thousand):
         rows = [["loss", 0, 0, 0, [[0, 1.5]], [0, 1.5], each] for each in ("11", "12")]
         changes |= {"numbers": [*rows, ["loss", None, None, 0, [[0, 2.5]], [1, 3.5], "11"]]}
         hello = {"type": "hello", "time": now, "pid": 1}
-        viewer.put(json.dumps([hello, pool, changes]))
-        return viewer
+        return self.told(hello, pool, changes)
 
 
 def test_a_pool_that_stays_shows_whose_calls_and_jobs_there_are(chromium: Chromium) -> None:

@@ -357,7 +357,7 @@ def test_a_node_that_is_lost_loses_its_calls_and_stays_counted() -> None:
 
 
 def test_too_many_pages_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyward.page.server.VIEWERS_MOST", 0)
+    monkeypatch.setattr("skyward.page.hub.VIEWERS_MOST", 0)
     status, _, text = get(url, f"/stream?{urlsplit(url).query}")
     assert (status, text) == (503, "too many pages are open; close one\n")
 

@@ -1056,15 +1056,6 @@ class Dispatcher:
         """How many tasks wait for a free slot."""
         return self.lanes.backlog
 
-    def running(self) -> list[tuple[int, str, int, int]]:
-        """The number, name, node and worker of every task that an executor runs."""
-        with self.lanes.lock:
-            return [
-                (task.id, task.name, lane.node, lane.worker)
-                for lane in self.lanes
-                for task in lane.load.started()
-            ]
-
     def traffic(self) -> tuple[int, int]:
         """Bytes sent to and received from executors, over sockets."""
         lanes = list(self.lanes)

@@ -103,7 +103,6 @@ def ui(
             _tell_missing(names)
             _wait(server.url, shows, ended)
     finally:
-        hub.close()
         server.close()
 
 

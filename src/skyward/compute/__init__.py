@@ -84,7 +84,6 @@ from skyward.state.link import StateLink
 if TYPE_CHECKING:
     import torch
 
-    from skyward.page.hub import Hub
     from skyward.page.server import PageServer
 
 T = TypeVar("T")
@@ -1033,7 +1032,7 @@ class PoolListeners:
         """The options of a pool that one is `attached` to are those of the client that made it."""
         self._fleet = fleet
         self._listeners: list[EventListener] = []
-        self._page: tuple[Hub, PageServer] | None = None
+        self._page: PageServer | None = None
         options, note = fleet.spec.options, fleet.console.note
         try:
             if (folder := options.tensorboard) is not None:
@@ -1058,10 +1057,9 @@ class PoolListeners:
         from skyward.page.server import PageServer
 
         if self._page is None:
-            hub = Hub(own=True)
-            self._page = hub, PageServer(hub, host, port)
-            hub.hold()
-        return self._page[1].url
+            self._page = PageServer(Hub(own=True), host, port)
+            self._page.hub.hold()
+        return self._page.url
 
     def close(self) -> None:
         """Give the listeners the last events, end their threads, and show the pool no more."""
@@ -1072,8 +1070,8 @@ class PoolListeners:
         self._fleet.dispatcher.teller.tracking.close()
         door.leave(self._fleet)
         page, self._page = self._page, None
-        for each in page or ():
-            each.close()
+        if page is not None:
+            page.close()
 
 
 def _check_callback(on_event: OnEvent | None) -> None:

@@ -31,6 +31,7 @@ IDLE_SAMPLE_SECONDS = 10.0
 """How often there is a sample for a page that nobody looks at, but that is served."""
 IDLE_SECONDS = 2.0
 """How often news is taken for such a page."""
+VIEWERS_MOST = 32
 BATCHES_WAITING = 100
 """So many batches may wait for a viewer, which is 10 s; one that is slower is dropped."""
 LOOK_SECONDS = 1.0
@@ -87,8 +88,8 @@ class Hub:
         self._past: dict[str, list[Message]] = {}
         """The last samples of pools: a page that is opened again has its curves again."""
         self._viewers: list[Viewer] = []
-        self._held = 0
-        self._measured = False
+        self._held = False
+        self._closed = False
         self._turns = threading.Lock()
         """Held while the hub begins or ends."""
         self._thread: threading.Thread | None = None
@@ -105,10 +106,15 @@ class Hub:
 
     # Those who look.
 
-    def join(self) -> Viewer:
-        """A new viewer, whose first batch has everything that is known; `leave` ends it."""
+    def join(self) -> Viewer | None:
+        """A new viewer, whose first batch has everything that is known; `leave` ends it.
+
+        None if there are too many, or if the hub is closed.
+        """
         viewer = Viewer()
         with self._turns:
+            if self._closed or len(self._viewers) >= VIEWERS_MOST:
+                return None
             self._begin()
             with self._lock:
                 self._tell_news()
@@ -130,21 +136,16 @@ class Hub:
             self._end_if_alone()
 
     def hold(self) -> None:
-        """Remember what happens for viewers that come later, until `release`."""
+        """Remember from now on what happens, for viewers that come later."""
         with self._turns:
-            self._held += 1
-            self._begin()
-
-    def release(self) -> None:
-        """End one `hold`."""
-        with self._turns:
-            self._held -= 1
-            self._end_if_alone()
+            if not self._closed:
+                self._held = True
+                self._begin()
 
     def close(self) -> None:
         """Tell the viewers that the pools are gone, and end all."""
         with self._turns:
-            self._held, self._measured = 0, False
+            self._closed, self._held = True, False
             if self._thread is not None:
                 self._end()
             viewers, self._viewers = self._viewers, []
@@ -157,14 +158,14 @@ class Hub:
         From the first call on, the pools are watched all the time: else, each question would have
         to make connections of its own.
         """
-        if not self._measured:
-            self._measured = True
+        if not self._held:
             self.hold()
             deadline = time.monotonic() + MEASURE_SECONDS
             while (self._own or addresses() or records.names()) and time.monotonic() < deadline:
                 with self._lock:
-                    if self.pools and all(pool.samples for pool in self.pools.values()):
-                        break
+                    pools = list(self.pools.values())
+                if self._closed or (pools and all(pool.samples for pool in pools)):
+                    break
                 time.sleep(TICK_SECONDS)
         with self._lock:
             for pool in self._shown():

@@ -33,9 +33,8 @@ from urllib.parse import parse_qs, urlsplit
 from skyward import kernel
 from skyward.errors import ConfigurationError, SkywardError
 from skyward.page import metrics
-from skyward.page.hub import Hub, Viewer
+from skyward.page.hub import Hub
 
-VIEWERS_MOST = 32
 REQUEST_SECONDS = 10.0
 """How long a client may take to send its request, or to take a part of the answer."""
 KEEP_ALIVE_SECONDS = 5.0
@@ -47,17 +46,14 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class PageServer:
-    """Serves the page on a thread of its own, until it is closed."""
+    """Serves the page of a hub on a thread of its own, until it is closed, and the hub with it."""
 
     def __init__(
         self, hub: Hub, host: str = "127.0.0.1", port: int = 0, *, forwarded: bool = False
     ) -> None:
         """`forwarded` says that others reach the server through a port of their own loopback."""
-        self._hub, self._forwarded = hub, forwarded
+        self.hub, self._forwarded = hub, forwarded
         self._token = secrets.token_urlsafe(24)
-        self._viewers: set[Viewer] = set()
-        self._lock = threading.Lock()
-        self._closed = False
         page = resources.files("skyward.page").joinpath("page.html").read_text(encoding="utf-8")
         handler = type("_PageHandler", (_Handler,), {"page": self, "text": page})
         try:
@@ -104,14 +100,8 @@ class PageServer:
         return self._token
 
     def close(self) -> None:
-        """End the server and every stream."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            viewers = list(self._viewers)
-        for viewer in viewers:
-            self._hub.leave(viewer)
+        """End the hub, with every stream, and the server."""
+        self.hub.close()
         self._end.close()
         self._thread.join()
         self._ending.close()
@@ -128,25 +118,6 @@ class PageServer:
         if self._forwarded:
             return _name(host) in _LOOPBACK
         return host.lower() in self._hosts if self._hosts else _is_own(host)
-
-    def join(self) -> Viewer | None:
-        """A new viewer; None if there are too many."""
-        with self._lock:
-            if self._closed or len(self._viewers) >= VIEWERS_MOST:
-                return None
-            viewer = self._hub.join()
-            self._viewers.add(viewer)
-            return viewer
-
-    def leave(self, viewer: Viewer) -> None:
-        """End a viewer."""
-        with self._lock:
-            self._viewers.discard(viewer)
-        self._hub.leave(viewer)
-
-    def metrics(self) -> str:
-        """The metrics of all pools."""
-        return metrics.text(self._hub.measure())
 
 
 class _Server(ThreadingHTTPServer):
@@ -198,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif asked.path == "/stream":
             self._stream()
         elif asked.path == "/metrics":
-            self._answer(HTTPStatus.OK, metrics.CONTENT_TYPE, self.page.metrics())
+            self._answer(HTTPStatus.OK, metrics.CONTENT_TYPE, metrics.text(self.page.hub.measure()))
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is only /, /stream and /metrics")
 
@@ -239,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _stream(self) -> None:
-        viewer = self.page.join()
+        viewer = self.page.hub.join()
         if viewer is None:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open; close one")
             return
@@ -251,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
                 # An empty one is a comment, which shows whether the browser is still there.
                 self.wfile.write(f"data: {batch}\n\n".encode() if batch else b": idle\n\n")
         finally:
-            self.page.leave(viewer)
+            self.page.hub.leave(viewer)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the address has the token."""
@@ -306,15 +277,13 @@ def main() -> None:
         records.read(name)
     except SkywardError as problem:
         sys.exit(str(problem))
-    hub = Hub([name])
-    server = PageServer(hub, forwarded=True)
+    server = PageServer(Hub([name]), forwarded=True)
     announced = Path(os.environ[FOLDER], ANNOUNCED)
     new = announced.with_suffix(".new")
     new.touch(0o600)
     new.write_text(json.dumps({"port": server.port, "token": server.token}))
     new.rename(announced)
     ended.wait()
-    hub.close()
     server.close()
 
 
