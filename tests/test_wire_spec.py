@@ -18,7 +18,7 @@ from skyward.device import carrier, peers, pump
 from skyward.nodes import node
 from skyward.objects import memory
 from skyward.wire import frames, handshake, listener, messages
-from skyward.wire.link import incoming, large, outgoing, pair, records
+from skyward.wire.link import incoming, large, outgoing, pair
 from skyward.worker import arrivals, relay
 from skyward.worker import streams as worker_streams
 
@@ -100,11 +100,11 @@ def test_the_limits_are_those_of_the_code() -> None:
 
 def test_links_are_as_described() -> None:
     links = PAGE.partition("## Links\n")[2].partition("\n## ")[0]
-    assert records.RECORD.format == "<Q"
-    assert records.IS_COUNT == 1 << 63
-    assert records.STRIPE_BIT == 32
+    assert pair.RECORD.format == "<Q"
+    assert pair.IS_COUNT == 1 << 63
+    assert pair.STRIPE_BIT == 32
     for words in (
-        f"from 1 byte to {records.RECORD_MAX >> 20} MiB",
+        f"from 1 byte to {pair.RECORD_MAX >> 20} MiB",
         f"for every {incoming.COUNT_EVERY >> 20} MiB received",
         f"keeps more than {outgoing.LINK_WINDOW >> 20} MiB",
         f"the refusal `{handshake.SESSION_UNKNOWN}`",
@@ -112,9 +112,9 @@ def test_links_are_as_described() -> None:
         f"refused connections for {handshake.REFUSED_SECONDS:g} s",
         f"at least {pair.FAR_SECONDS * 1e3:g} ms apart",
         f"up to {handshake.CONNECTIONS - 1} more each way",
-        f"Only frames of {records.STRIPED_MIN >> 20} MiB or more",
+        f"Only frames of {pair.STRIPED_MIN >> 20} MiB or more",
         f"in parts of {large.STRIPE_PART >> 20} MiB",
-        f"the first {records.RECORD_MAX >> 20} MiB of them",
+        f"the first {pair.RECORD_MAX >> 20} MiB of them",
     ):
         assert words in links
 

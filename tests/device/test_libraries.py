@@ -18,8 +18,8 @@ import pytest
 import skyward as sky
 from skyward.device import operators
 from skyward.device.core import core
+from skyward.device.libraries import Choice, Patches, wrap, wrap_property
 from skyward.device.libraries import torch as patches_of_torch
-from skyward.device.libraries.patches import Choice, Patches, wrap, wrap_property
 from skyward.errors import DeviceError
 
 from ..conftest import Sharing, only_in_all, other_case
@@ -156,7 +156,7 @@ def test_a_module_is_patched_whenever_it_is_imported(
     name = f"imported_{when}"
     (tmp_path / f"{name}.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("skyward.device.libraries.patches.USERS", {"peft_user"})
+    monkeypatch.setattr("skyward.device.libraries.USERS", {"peft_user"})
     user = types.ModuleType("peft_user")
     monkeypatch.setitem(sys.modules, "peft_user", user)
     if when == "before":

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import skyward as sky
 from skyward.device import build, remembered
 from skyward.device.core import core
-from skyward.wire.link.records import TLS_OVERHEAD, TLS_RECORD
+from skyward.wire.link.pair import TLS_OVERHEAD, TLS_RECORD
 
 from ..conftest import Eventually, only_in_all, other_case
 from .comparison import moved

@@ -27,8 +27,7 @@ from skyward.wire.handshake import (
 )
 from skyward.wire.link import pair as pairs
 from skyward.wire.link.outgoing import LINK_WINDOW
-from skyward.wire.link.pair import Pair
-from skyward.wire.link.records import IS_COUNT, RECORD, RECORD_MAX, STRIPE_BIT
+from skyward.wire.link.pair import IS_COUNT, RECORD, RECORD_MAX, STRIPE_BIT, Pair
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello, Item, Payload, Ping
 

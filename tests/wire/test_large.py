@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from skyward.wire.link import large
 from skyward.wire.link.large import Cursor, Spread, may_be_striped
-from skyward.wire.link.pair import Pair
-from skyward.wire.link.records import RECORD, STRIPE_BIT, STRIPED_MIN
+from skyward.wire.link.pair import RECORD, STRIPE_BIT, STRIPED_MIN, Pair
 
 
 @given(

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from skyward.device.pump import BEAT_SECONDS, Pump
 from skyward.wire.channel import Channel
 from skyward.wire.link.outgoing import LINK_WINDOW
-from skyward.wire.link.records import TLS_RECORD
+from skyward.wire.link.pair import TLS_RECORD
 
 PIECE = struct.Struct("=QQ")
 """What the core asks for: an address, and how many bytes to send from there or receive there."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
-from skyward.device import libraries, module, recovery
+from skyward.device import module, recovery
+from skyward.device.libraries import Choice, Patch, Patches, huggingface
+from skyward.device.libraries import torch as own_patches
 from skyward.device.library import Core, DeviceStats
 from skyward.errors import ConfigurationError
 
@@ -24,9 +27,20 @@ def core() -> Core:
             recovery.explain_losses(made)
             module.install(made)
             made.register()
-            libraries.install(made)
+            _patch_libraries(made)
             _core = made
         return _core
+
+
+def _patch_libraries(core: Core) -> None:
+    """Patch the libraries that are imported, and the others when they are."""
+    choice = Choice(core)
+    patches: dict[str, Patch] = {
+        name: partial(patch, choice=choice)
+        for library in (own_patches, huggingface)
+        for name, patch in library.PATCHES.items()
+    }
+    Patches(patches).install()
 
 
 def device_stats(device: Any) -> DeviceStats:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from skyward.wire.channel import Channel
 from skyward.wire.link.incoming import NotConnected
-from skyward.wire.link.records import RECORD, TLS_RECORD
+from skyward.wire.link.pair import RECORD, TLS_RECORD
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from skyward.device.libraries.patches import Choice, wrap, wrap_property
+from skyward.device.libraries import Choice, wrap, wrap_property
 
 # accelerate: `Accelerator` and `PartialState` choose a device, `device_map="auto"` its memory.
 # Its checkpoints also keep the state of the device's generator, in a file of its own.

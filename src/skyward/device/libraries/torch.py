@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from skyward.device.graphs import backend, client
-from skyward.device.libraries.patches import Choice, wrap
+from skyward.device.libraries import Choice, wrap
 from skyward.errors import DeviceError
 
 NO_STREAM = "opt_ready_stream && opt_parent_stream"

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from skyward.errors import ProtocolError
 from skyward.wire.link.connections import Connections
 from skyward.wire.link.outgoing import Outgoing
-from skyward.wire.link.pair import Pair
-from skyward.wire.link.records import IS_COUNT, RECORD, RECORD_MAX, STRIPE_BIT, STRIPED_MIN
+from skyward.wire.link.pair import IS_COUNT, RECORD, RECORD_MAX, STRIPE_BIT, STRIPED_MIN, Pair
 
 COUNT_EVERY = 1 << 20
 """How many bytes arrive before this end sends a count of them."""

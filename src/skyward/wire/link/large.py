@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 
-from skyward.wire.link.pair import Pair
-from skyward.wire.link.records import RECORD, RECORD_MAX, STRIPE_BIT, STRIPED_MIN
+from skyward.wire.link.pair import RECORD, RECORD_MAX, STRIPE_BIT, STRIPED_MIN, Pair
 
 STRIPE_PART = 1 << 20
 """How much of a large write goes over one of several connections at a time."""

@@ -17,8 +17,7 @@ from skyward.errors import ProtocolError
 from skyward.wire.link.backlog import Backlog
 from skyward.wire.link.connections import Connections
 from skyward.wire.link.large import Cursor, Spread, may_be_striped
-from skyward.wire.link.pair import Pair
-from skyward.wire.link.records import IS_COUNT, JOINED, RECORD, size_on_wire
+from skyward.wire.link.pair import IS_COUNT, JOINED, RECORD, Pair, size_on_wire
 
 LINK_WINDOW = 8 << 20
 """How many uncounted bytes are kept at most after a write has returned."""

@@ -1,4 +1,7 @@
-"""A pair: the two connections that carry a link for a while, and the stripes that join them."""
+"""A pair: the two connections that carry a link for a while, and the stripes that join them.
+
+They carry records; the first 8 bytes of a record say what follows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import threading
 
 from skyward import kernel
 from skyward.staff import Staff
-from skyward.wire.link.records import JOINED
 
 STRIPE_SECONDS = 10.0
 """How long a reader waits for a stripe that the other end has announced."""
@@ -26,6 +28,28 @@ LAST_WORDS_SECONDS = 1.0
 
 cutting = Staff("skyward-cut", most=1)
 """The thread that ends connections after their last words."""
+
+
+RECORD = struct.Struct("<Q")
+"""The first 8 bytes of a record: the length of a part of the stream, or a count with `IS_COUNT`."""
+IS_COUNT = 1 << 63
+STRIPE_BIT = 32
+"""The bits from here on are the number of the stripe that carries the part; 0 is no stripe."""
+RECORD_MAX = 4 << 20
+STRIPED_MIN = 8 << 20
+"""The shortest write that goes over several connections, between machines that are far apart."""
+TLS_RECORD = 16 << 10
+"""How many bytes TLS encrypts at a time."""
+TLS_OVERHEAD = 22
+"""What a record of TLS 1.3 adds: a head of 5 bytes, the kind, and a tag of 16."""
+JOINED = TLS_RECORD - RECORD.size
+"""The most of a part that is sent in one write with the 8 bytes."""
+
+
+def size_on_wire(length: int) -> int:
+    """How many bytes a part of the stream takes over TLS, with the first 8 of its record."""
+    written = length + RECORD.size
+    return written + -(-written // TLS_RECORD) * TLS_OVERHEAD
 
 
 class Pair:
