@@ -16,7 +16,7 @@ import pytest
 import skyward as sky
 from skyward import handles
 
-from .conftest import Eventually, Sharing
+from .conftest import Eventually, Sharing, wait_until
 
 
 @sky.cls
@@ -40,6 +40,9 @@ class Counter:
     def waits(self, name: str) -> None:
         sky.event(name).set()
         sky.event(f"{name} on").wait(60)
+
+    def prints(self) -> None:
+        print("printed by a method")
 
     def echo(self, data: bytes) -> bytes:
         return data
@@ -89,9 +92,36 @@ def test_a_call_does_not_pass_the_client_and_may_be_of_any_size(
         data = os.urandom(1000) * (size // 1000)
         return counter.echo(data) == data
 
-    before = pool.stats().submitted
+    before = pool.stats()
     assert pool.run(asks(counter, 12_000_000), on=1)
-    assert pool.stats().submitted == before + 1
+    after = pool.stats()
+    assert after.bytes_sent + after.bytes_received < before.bytes_sent + before.bytes_received + 1e6
+    assert (after.submitted, after.succeeded) == (before.submitted + 2, before.succeeded + 2)
+
+
+def test_what_a_method_prints_that_a_task_has_called_has_its_name(
+    pool: sky.Compute, counter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @sky.function
+    def asks(counter: Any) -> None:
+        counter.prints()
+
+    lines: list[tuple[str, str, int]] = []
+
+    def output(written: Any, node: int, worker: int, name: str) -> None:
+        lines.append((written.text, name, node))
+
+    monkeypatch.setattr(pool._open_fleet.dispatcher.teller, "output", output)
+    pool.run(asks(counter), on=1)
+    wait_until(lambda: bool(lines))
+    assert lines == [("printed by a method\n", "Counter.prints", 0)]
+
+
+def test_another_client_is_told_who_may_call_an_object_over_a_network() -> None:
+    place = handles.ObjectPlace("a pool", "tcp:127.0.0.1:1", "node-0", "node 0")
+    handle = handles.TaskHandle("Counter 1", "Counter", place, {})
+    with pytest.raises(sky.errors.ConfigurationError, match="run that function on the pool"):
+        handle.count()
 
 
 def test_an_object_is_called_over_a_network(sharing: Sharing) -> None:

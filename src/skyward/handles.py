@@ -22,7 +22,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyward import context, instances
-from skyward.errors import InstanceLostError, SkywardError, TaskTimeoutError
+from skyward.errors import (
+    ConfigurationError,
+    InstanceLostError,
+    SkywardError,
+    TaskCancelledError,
+    TaskTimeoutError,
+)
 from skyward.functions import Future
 from skyward.objects import encoding, payloads
 from skyward.objects.encoding import Encoded
@@ -168,6 +174,8 @@ class ObjectLines:
     def __init__(self) -> None:
         self._lines: dict[str, Line] = {}
         self._lock = threading.Lock()
+        self.ended = [0, 0, 0]
+        """How many calls have succeeded, failed and were cancelled since the client was told."""
         self.new_numbers()
 
     def new_numbers(self) -> None:
@@ -194,6 +202,17 @@ class ObjectLines:
                 return line
             line = self._lines[place.endpoints] = Line(channel, threaded=worker_state.threaded)
             return line
+
+    def note_ended(self, how: int) -> None:
+        """Note that a call has succeeded, 0, or failed, 1, or was cancelled, 2."""
+        with self._lock:
+            self.ended[how] += 1
+
+    def take_ended(self) -> list[int]:
+        """How calls have ended that the client is told of now."""
+        with self._lock:
+            ended, self.ended = self.ended, [0, 0, 0]
+            return ended
 
     def forked(self) -> None:
         """Forget the connections of the parent process; the child makes its own."""
@@ -243,7 +262,15 @@ class HandleCall(LineRequest):
         except OSError as problem:
             self._check_wanted()
             return self._ask_client(encoded, str(problem))
-        message, body = self.next_answer()
+        how = 1
+        try:
+            message, body = self.next_answer()
+            how = 0
+        except (concurrent.futures.CancelledError, TaskCancelledError, KeyboardInterrupt):
+            how = 2
+            raise
+        finally:
+            lines.note_ended(how)
         if message.payload is not None:
             self.end()
             return decoded(message.payload, body)
@@ -268,6 +295,12 @@ class HandleCall(LineRequest):
     def _ask_client(self, encoded: Encoded, problem: str) -> Any:
         """Have the client of this task call the object."""
         if context.own_pool is None:
+            if worker_state.credentials is None and "tcp:" in self._handle._place.endpoints:
+                raise ConfigurationError(
+                    f"{self._what} cannot be called from here: over a network, an object is called "
+                    "by the client that has made it, and by tasks of its pool; give the handle to "
+                    "a function that calls it, and run that function on the pool"
+                )
             why = f" ({problem})" if problem else ""
             raise InstanceLostError(
                 f"{self._what} cannot be called from here: its worker on "

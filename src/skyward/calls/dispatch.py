@@ -84,6 +84,7 @@ from skyward.wire.messages import (
     AT_BREAKPOINTS,
     AT_FAILURES,
     KEEPING_FRAMES,
+    Called,
     Cancel,
     Closed,
     Credit,
@@ -719,6 +720,13 @@ class Dispatcher:
                 self._nested.define(lane, message, pieces)
             case Cancel():
                 self._nested.drop(lane, message.task)
+            case Called():
+                with self.lanes.lock:
+                    ended = message.succeeded, message.failed, message.cancelled
+                    self.counts.submitted += sum(ended)
+                self.counts.succeeded += message.succeeded
+                self.counts.failed += message.failed
+                self.counts.cancelled += message.cancelled
             case Closed():
                 instance = self.offered.get(message.key)
                 if instance is not None:
@@ -732,7 +740,7 @@ class Dispatcher:
             task.wrote = True
         if not written.transient and not self._is_whole(lane, written):
             return
-        name = "" if task is None else task.name
+        name = written.name if task is None else task.name
         self._console.output(
             written.text,
             written.stream,

@@ -356,6 +356,8 @@ class Written(Message):
     stream: str
     text: str
     transient: bool
+    name: str = ""
+    """The task's name, if it is no task of the client: a method that another task has called."""
 
 
 class Missing(Message):
@@ -595,6 +597,15 @@ class Closed(Message):
 
     KIND = 48
     key: str
+
+
+class Called(Message):
+    """How calls of objects have ended that tasks have made straight, since this was said before."""
+
+    KIND = 49
+    succeeded: Size
+    failed: Size
+    cancelled: Size
 
 
 KINDS: dict[int, type[Message]] = {kind.KIND: kind for kind in Message.__subclasses__()}

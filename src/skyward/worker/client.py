@@ -70,12 +70,12 @@ class ClientConnection:
         """An encoded value, laid out for sending."""
         return self.outbox.pack(encoded, self.channel.shares_memory)
 
-    def emit(self, task: int, stream: str, text: str, transient: bool) -> None:
-        """Send what a task has written."""
+    def emit(self, task: int, stream: str, text: str, transient: bool, name: str) -> None:
+        """Send what a task has written; `name` is that of a task that the client does not know."""
         # The next state of a bar replaces this one, so that it need not be whole.
         whole = text[:PIECE] if transient else text
         for at in range(0, len(whole) or 1, PIECE):
-            self.tell(Written(task, stream, whole[at : at + PIECE], transient))
+            self.tell(Written(task, stream, whole[at : at + PIECE], transient, name))
 
     def tell(self, message: Message) -> None:
         """Send what the client need not answer, if there is a client."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from skyward import context, functions, instances
+from skyward import context, functions, handles, instances
 from skyward.errors import PluginError, PoolError, ProtocolError
 from skyward.objects import encoding, payloads
 from skyward.objects.payloads import Pieces
@@ -32,6 +32,7 @@ from skyward.wire.handshake import PEER, Credentials
 from skyward.wire.listener import Listener
 from skyward.wire.messages import (
     OBJECT_CALLS,
+    Called,
     Cancel,
     Credit,
     DebuggerHears,
@@ -149,10 +150,12 @@ class Executor:
         return self._listener.endpoint
 
     def _emit(self, task: int, stream: str, text: str, transient: bool) -> None:
-        self._client.emit(task, stream, text, transient)
+        job = self._places.running.get(task)
+        name = "" if job is None else job.run.name
+        unknown = job is not None and job.caller is not None
+        self._client.emit(task, stream, text, transient, name if unknown else "")
         if self._kept_output is not None and text and not transient:
-            job = self._places.running.get(task)
-            self._kept_output.write(stream, text, job.run.name if job is not None else "")
+            self._kept_output.write(stream, text, name)
             self._board.rings[0].wrote()
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
@@ -556,6 +559,8 @@ class Executor:
                     ring.end(answer)
                 if self._nested is not None and not isinstance(answer, (Result, End)):
                     self._nested.give_up(job)
+            if any(handles.lines.ended):
+                self._client.tell(Called(*handles.lines.take_ended()))
             (job.caller or self._client).send(*outcome)
         except Interrupted:
             # On a thread, the interrupt may be raised after the function has returned.
