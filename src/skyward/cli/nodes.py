@@ -250,7 +250,9 @@ def chosen_node(pool: ReachedPool, node: int | None) -> int:
     """A node of the pool; the head if none is given."""
     there = sorted(pool.nodes)
     if not there:
-        raise ConfigurationError(f"{pool.record.name} has no node now")
+        raise ConfigurationError(
+            f"{pool.record.name} has no node now; `sky ps` shows the pools that are there"
+        )
     if node is None:
         return there[0]
     if node not in there:

@@ -490,7 +490,7 @@ class Compute:
             self._named.leave()
         if fleet.is_kept and not fleet.closed:
             fleet.detach(seconds)
-            kept = f"it is kept, until `sky down {self.name}`"
+            kept = f"kept until `sky down {self.name}`"
         else:
             fleet.close(seconds)
         listeners, self._listeners = self._listeners, None
@@ -1146,7 +1146,10 @@ def stop_pool(name: str, *, force: bool) -> StoppedPool:
         raise PoolError(f"{name} has just ended; `sky ps` shows the pools that are left")
     cleaned = end(journal, journalled, record, force=force, stop=True)
     if cleaned.failures:
-        raise PoolError(f"{name} was not stopped as a whole: {'; '.join(cleaned.failures)}")
+        raise PoolError(
+            f"{name} was not stopped as a whole: {'; '.join(cleaned.failures)}; `sky stop {name}` "
+            "goes on with it"
+        )
     costs = [pool.hourly_cost for pool in journal.pools() if pool.id == record.id]
     return StoppedPool(cleaned, costs[0] if costs else None)
 

@@ -177,7 +177,9 @@ def stop_page(pool: ReachedPool) -> bool:
 
 def _head(pool: ReachedPool) -> int:
     if not pool.nodes:
-        raise ConfigurationError(f"{pool.record.name} has no node now")
+        raise ConfigurationError(
+            f"{pool.record.name} has no node now; `sky ps` shows the pools that are there"
+        )
     return min(pool.nodes)
 
 
