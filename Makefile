@@ -18,7 +18,7 @@ INSTALL = UV_FIND_LINKS="$(call PIP_SAYS,find-links,$(COMMA))" UV_DEFAULT_INDEX=
 	$(BIN)/uv pip install -q --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all walks check format bench docs wheels clean
+.PHONY: help setup demo test test-all walks check check-python check-cpp format bench docs wheels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,14 +61,17 @@ walks: setup  ## write the files that nine walks enter into CONTRIBUTING
 	@SKYWARD_WALKS=write $(BIN)/python -m pytest -q $(WALKS) -k enters_no_file_that_is_not_listed
 
 check: setup  ## lint, formatting, strict types
+	@$(MAKE) --no-print-directory -j2 check-python check-cpp
+	@echo "check: done"
+
+check-python:
 	@echo "check: ruff check"          && $(BIN)/python -m ruff check .
 	@echo "check: ruff format --check" && $(BIN)/python -m ruff format --check .
-	@echo "check: mypy --strict src"   && $(BIN)/python -m mypy --strict src
-	@echo "check: mypy --strict tools" && MYPYPATH=tools $(BIN)/python -m mypy --strict tools
-	@echo "check: types of the operators" && $(BIN)/python -m mypy --strict tests/typing
+	@echo "check: mypy --strict, also of the operators' types" && MYPYPATH=tools $(BIN)/python -m mypy --strict src tools tests/typing
+
+check-cpp:
 	@echo "check: clang-format" && $(CLANG_FORMAT) --dry-run --Werror $(CPP)
 	@echo "check: warnings of the C++" && $(BIN)/python -m skyward.device.build --check
-	@echo "check: done"
 
 format: setup  ## rewrite the sources in the house format
 	@$(BIN)/python -m ruff check --fix-only --quiet .

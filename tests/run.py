@@ -36,8 +36,9 @@ BATCH_SECONDS = 300.0
 """What a batch is filled up to: pytest, torch and a pool with two devices take 9 s to start."""
 UNKNOWN_SECONDS = 30.0
 """What a file is taken for that the table does not have."""
-SMALL_SECONDS = 150.0
-"""Folders that take less share a batch: 2 s of a processor for each process that is not started."""
+SMALL_SECONDS = 80.0
+"""Folders that take less share a batch: 2 s of a processor for each process that is not started.
+Larger batches were worse: a processor had nothing to do for the last 45 s."""
 PROCESSES = os.cpu_count() or 2
 """Besides those that begin with Podman and SSH hosts: two more made every test take longer."""
 SLOWEST = 25
