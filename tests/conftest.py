@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import shutil
@@ -50,6 +51,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def has_compiler() -> bool:
     """Whether the torch device's core can be compiled here; tests of the device skip otherwise."""
     return bool(os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Look for garbage in what tests make, and never in all that is imported for them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
