@@ -19,22 +19,27 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
 from skyward import kernel
-from skyward.worker import descendants
 from skyward.worker.output_log import OutputLog
 from skyward.worker.process import kill_group
+
+if TYPE_CHECKING:
+    import psutil
 
 END_SECONDS = 5.0
 """How long a program's process may take to end its command and what that has started."""
 SIGNAL_MAX = 64
 _LENGTH = struct.Struct("<I")
 """The length of the configuration, in front of it."""
+TERMINATE_SECONDS = 1.0
+"""How long processes have to end on SIGTERM before they are killed."""
 _PIECE = 64 << 10
 
 
@@ -187,7 +192,7 @@ class _Supervisor:
         has_group = not (self._config.stays and self._code is not None and kernel.IS_LINUX)
         if has_group:
             _signal(child.pid, signal.SIGHUP)
-        descendants.end_all()
+        end_descendants()
         if has_group:
             # Without the kernel's help, what the command has left in its group is an orphan by now.
             _signal(child.pid, signal.SIGKILL)
@@ -285,6 +290,55 @@ class _Supervisor:
             os.write(self._config.status, msgspec.json.encode(status) + b"\n")
 
 
+# The processes below this one, whatever sessions they have. On Linux this process adopts orphans,
+# so that a daemon stays its descendant. Elsewhere, a daemon with a session of its own survives.
+
+
+def adopt_orphans() -> None:
+    """Be the parent of descendants whose own parent has ended, where the kernel can do that."""
+    if kernel.IS_LINUX:
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def end_descendants(seconds: float = TERMINATE_SECONDS) -> None:
+    """Terminate, then kill, every descendant of this process."""
+    if _reap():
+        return
+    # Imported here: it takes 20 ms, and most programs leave nothing behind.
+    import psutil
+
+    deadline = time.monotonic() + seconds
+    for child in _descendants():
+        with contextlib.suppress(psutil.Error):
+            child.terminate()
+    while _descendants() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    # In a loop: a process that forks meanwhile leaves a child, which this process adopts.
+    while left := _descendants():
+        for child in left:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        time.sleep(0.01)
+
+
+def _reap() -> bool:
+    """Take note of children that have ended; whether none is left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _descendants() -> list[psutil.Process]:
+    import psutil
+
+    _reap()
+    return list(psutil.Process().children(recursive=True))
+
+
 def _signal(group: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError, ValueError, OSError):
         os.killpg(group, number)
@@ -325,7 +379,7 @@ def main() -> None:
     control = int(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    descendants.adopt_orphans()
+    adopt_orphans()
     config = _configuration(control)
     if config is not None:
         _Supervisor(config, control).run()

@@ -8,7 +8,7 @@ import sys
 import types
 from typing import Any
 
-from skyward.worker.debugger_console import OURS, DebuggerConsole
+from skyward.worker.debuggers import OURS, DebuggerConsole
 
 
 class TaskDebugger(pdb.Pdb):

@@ -35,11 +35,11 @@ from skyward.errors import PoolError, ProtocolError, SkywardError
 from skyward.wire import messages
 from skyward.wire.channel import Bytes, Channel, next_part, part_of, whole_of
 from skyward.wire.handshake import PEER
-from skyward.wire.messages import Question, Reply, Size
+from skyward.wire.messages import NodeEnded, Question, Reply, Size
 from skyward.worker.changes import ChangeListener
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceChild
-from skyward.worker.jobs import Jobs
+from skyward.worker.jobs import LIVE, RUNNER, Jobs
 from skyward.worker.kept_values import NamedValues
 from skyward.worker.process import ChildProcess
 from skyward.worker.stacks import StackSource, described
@@ -224,7 +224,7 @@ class NodeService:
 SERVICES = {
     "about": NodeService(),
     "activity": NodeService("activity"),
-    "clients": NodeService("clients"),
+    "clients": NodeService(),
     "exec": NodeService("exec", is_use=True),
     "files": NodeService("files", is_use=True),
     "forward": NodeService(),
@@ -416,6 +416,85 @@ def show(caller: Caller, tail: Size | None = None, follow: bool = False) -> Part
         if not follow:
             return []
         caller.wait()
+
+
+# Clients: who is attached to a kept pool, and who may change it; the head node is asked.
+
+
+@answers("clients")
+def choose(caller: Caller, identity: dict[str, str]) -> str:
+    """A name for a new client."""
+    return caller.node.tenants.choose(identity)
+
+
+@answers("clients")
+def who(caller: Caller) -> dict[str, Any]:
+    """Who uses the pool, and for how long nobody has."""
+    node = caller.node
+    return {
+        "clients": _clients(node),
+        "calls": [
+            {"name": call.id, "by": call.by}
+            for call in node.jobs.all(("call",))
+            if call.state in LIVE
+        ],
+        "idle": node.tenants.idle_seconds,
+        "kept": node.tenants.keeps,
+    }
+
+
+def _clients(node: ServedNode) -> list[dict[str, Any]]:
+    """The clients that are people's: the calls by name stand for the one that runs them."""
+    runner = f"job {RUNNER}-"
+    return [
+        each for each in node.tenants.described() if not each.get("command", "").startswith(runner)
+    ]
+
+
+@answers("clients")
+def ending(caller: Caller, identity: dict[str, Any]) -> None:
+    """Tell the clients that the node will be ended, and by whom: they shall not start it again."""
+    caller.node.tenants.tell(NodeEnded(shown({**identity, "since": time.time()})))
+
+
+@answers("clients")
+def lock(caller: Caller, identity: dict[str, Any], client: str, force: bool) -> None:
+    """Take the lease until the caller leaves.
+
+    Without `force`, only if nobody but the asking client is attached.
+    """
+    node, channel = caller.node, caller.channel
+    holder = node.lease.take(channel, {**identity, "since": time.time()}, force=force)
+    if holder is not None:
+        raise PoolError(f"{shown(holder)} is changing it")
+    caller.leaving.callback(node.lease.give_back, channel)
+    others = [each for each in _clients(node) if each["client"] != client]
+    if others and not force:
+        node.lease.give_back(channel)
+        raise PoolError(f"in use by {', '.join(shown(each) for each in others)}")
+
+
+@answers("clients")
+def start(caller: Caller, node: int) -> dict[str, Any]:
+    """Let one client at a time start a node that several have lost."""
+    lease = caller.node.lease
+    caller.leaving.callback(lease.give_back, caller.channel)
+    granted, facts = lease.begin_start(caller.channel, node)
+    return {"granted": granted, "facts": facts}
+
+
+@answers("clients")
+def started(caller: Caller, node: int, facts: Any) -> None:
+    """Note the facts of a node that the caller has started."""
+    caller.node.lease.end_start(caller.channel, node, facts)
+
+
+def shown(identity: dict[str, Any]) -> str:
+    """A client, for people: "ann@laptop, process 4711 (python train.py), since 14:03"."""
+    where = f"{identity.get('user', '?')}@{identity.get('host', '?')}"
+    since = time.strftime("%H:%M", time.localtime(float(identity.get("since", 0.0))))
+    command = f" ({identity['command']})" if identity.get("command") else ""
+    return f"{where}, process {identity.get('pid', '?')}{command}, since {since}"
 
 
 # Values: objects that clients keep on a node by name, to find them again after attaching.
