@@ -301,7 +301,7 @@ def test_an_object_waits_for_what_an_earlier_call_has_started(pool: sky.Compute)
 
 
 def nested_pool(hurry: Any = lambda: None) -> tuple[NestedPool, TaskPlaces]:
-    """What tasks use, without a client, and the jobs of the executor."""
+    """What tasks use, without a client, and the tasks of the executor."""
     places = TaskPlaces(1, lambda message: None, lambda job: None)
     nobody: Any = None
     return NestedPool(nobody, places, lambda: None, hurry), places

@@ -13,7 +13,6 @@ from skyward.objects.encoding import encode
 from skyward.objects.payloads import Pieces
 from skyward.wire.messages import KNOWN, Buffer, Define, Evicted, Message, Missing, Payload, Run
 from skyward.worker.arrivals import Arrival
-from skyward.worker.definitions import Definitions
 from skyward.worker.inbox import Inbox
 from skyward.worker.pending import PendingTasks
 
@@ -21,12 +20,11 @@ CODE = b"code"
 
 
 class Setup:
-    """Pending tasks with the inbox and definitions they use, and a client that only receives."""
+    """Pending tasks with the inbox they use, and a client that only receives."""
 
     def __init__(self) -> None:
         self.inbox = Inbox(1 << 30)
-        self.definitions = Definitions(self.inbox)
-        self.pending = PendingTasks(self.inbox, self.definitions, self._admit)
+        self.pending = PendingTasks(self.inbox, self._admit)
         self.admitted: list[int] = []
         self.sent: list[Message] = []
         self.channel: Any = self
@@ -96,7 +94,7 @@ def test_a_task_waits_for_the_buffers_of_its_handles(setup: Setup) -> None:
     setup.arrive(coming)
     setup.pending.settle()
     assert setup.admitted == [1]
-    assert setup.definitions.resolve(b"data") == 1
+    assert setup.pending.resolve(b"data") == 1
 
 
 def test_a_task_that_comes_again_after_it_was_given_back_holds_nobody_up(setup: Setup) -> None:

@@ -121,7 +121,7 @@ def test_a_node_on_which_nothing_happens_is_looked_at_when_an_executor_is_new(
     log = NodeLog()
     executors: list[Any] = []
     tenants = SimpleNamespace(executors=executors, log=log, clients=[], identities=dict, members={})
-    jobs = SimpleNamespace(scripts=0, version=0, all=list)
+    jobs = SimpleNamespace(scripts=0, version=0, all=lambda kinds: [])
     config = SimpleNamespace(folder=tmp_path, workers=1)
     node: Any = SimpleNamespace(tenants=tenants, jobs=jobs, config=config)
     look = _Look(node)

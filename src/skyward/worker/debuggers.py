@@ -46,12 +46,12 @@ class DebuggerConsole:
 
     def __init__(
         self,
-        job: ReadyTask,
+        task: ReadyTask,
         send: Callable[[Message], None],
         hurry: Callable[[], None],
         flush_output: Callable[[], None],
     ) -> None:
-        self._job, self._task = job, job.run.task
+        self._task, self._number = task, task.run.task
         self._send, self._hurry, self._flush_output = send, hurry, flush_output
         self._text: list[str] = []
         self._sources: queue.SimpleQueue[DebuggerHears] = queue.SimpleQueue()
@@ -64,14 +64,14 @@ class DebuggerConsole:
         """Have the client take a place in line for its terminal, unless it has one."""
         if not self._open:
             self._open = True
-            self._send(DebuggerSays(self._task, "opened", ""))
+            self._send(DebuggerSays(self._number, "opened", ""))
 
     def close(self) -> None:
         """Give the terminal back."""
         if self._open:
             self._open = False
             self._flush_output()
-            self._send(DebuggerSays(self._task, "closed", self._taken()))
+            self._send(DebuggerSays(self._number, "closed", self._taken()))
 
     def hear(self, message: DebuggerHears | None) -> None:
         """Take what the client says; None if the task is cancelled."""
@@ -84,7 +84,7 @@ class DebuggerConsole:
 
     def source_of(self, file: str) -> str:
         """The source of a file of the client; empty if it has none, or does not answer."""
-        self._send(DebuggerSays(self._task, "source", file))
+        self._send(DebuggerSays(self._number, "source", file))
         self._hurry()
         deadline = time.monotonic() + SOURCE_SECONDS
         while True:
@@ -108,10 +108,10 @@ class DebuggerConsole:
         # What the task itself has printed comes first.
         self._flush_output()
         self.waiting = True
-        self._send(DebuggerSays(self._task, "asks", self._taken()))
+        self._send(DebuggerSays(self._number, "asks", self._taken()))
         self._hurry()
         heard = self._heard.get()
-        if heard is None or self._job.cancelled:
+        if heard is None or self._task.cancelled:
             return ""
         match heard.event:
             case "line":
@@ -133,18 +133,18 @@ class Debuggers:
 
     def __init__(
         self,
-        job_of: Callable[[int], ReadyTask | None],
+        task_of: Callable[[int], ReadyTask | None],
         send: Callable[[Message], None],
         hurry: Callable[[], None],
         flush_output: Callable[[], None],
         interrupt: Callable[[ReadyTask], None],
     ) -> None:
-        """`job_of` finds a task that runs; for 0 the only one.
+        """`task_of` finds a task that runs; for 0 the only one.
 
         `flush_output` sends everything that the task has written. `interrupt` raises a
         KeyboardInterrupt in a task.
         """
-        self._job_of, self._send, self._hurry = job_of, send, hurry
+        self._task_of, self._send, self._hurry = task_of, send, hurry
         self._flush_output, self._interrupt = flush_output, interrupt
         self._consoles: dict[int, DebuggerConsole] = {}
         self._debuggers: dict[int, TaskDebugger] = {}
@@ -157,45 +157,45 @@ class Debuggers:
 
     def hear(self, message: DebuggerHears) -> None:
         """Take what the client says to a task's debugger."""
-        console, job = self._consoles.get(message.task), self._job_of(message.task)
-        if console is None or job is None:
+        console, task = self._consoles.get(message.task), self._task_of(message.task)
+        if console is None or task is None:
             return
         if message.event == "interrupt" and not console.waiting:
-            self._interrupt(job)
+            self._interrupt(task)
         else:
             console.hear(message)
 
-    def cancel(self, task: int) -> None:
+    def cancel(self, number: int) -> None:
         """Have a debugger end, because its task is cancelled."""
-        console = self._consoles.get(task)
+        console = self._consoles.get(number)
         if console is not None:
             console.hear(None)
 
     # On the thread that runs the task.
 
-    def begin(self, job: ReadyTask) -> None:
+    def begin(self, task: ReadyTask) -> None:
         """Forget the failure of the task before, unless this one is about it."""
-        if self._failed and job.run.debugged != POST_MORTEM:
+        if self._failed and task.run.debugged != POST_MORTEM:
             self._failed.pop(threading.get_ident(), None)
 
-    def failed(self, job: ReadyTask, problem: BaseException) -> None:
+    def failed(self, task: ReadyTask, problem: BaseException) -> None:
         """Keep the frames of a task that has failed, and show them if that is wanted."""
         trace = problem.__traceback__
-        mode = job.run.debugged
+        mode = task.run.debugged
         if mode not in (KEEPING_FRAMES, AT_FAILURES) or not isinstance(problem, Exception):
             return
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(OURS):
             trace = trace.tb_next
-        if trace is None or job.cancelled:
+        if trace is None or task.cancelled:
             return
         self.used = True
         self._failed[threading.get_ident()] = trace
-        if mode == AT_FAILURES and not self._debuggers.get(job.run.task):
+        if mode == AT_FAILURES and not self._debuggers.get(task.run.task):
             with contextlib.suppress(DebuggerError):
                 # If the client has no terminal, the task's own failure is what counts.
-                self._debugger(job).look_at(trace, f"{type(problem).__name__}: {problem}")
+                self._debugger(task).look_at(trace, f"{type(problem).__name__}: {problem}")
 
-    def look_back(self, job: ReadyTask) -> None:
+    def look_back(self, task: ReadyTask) -> None:
         """Open a debugger in the frames of the task that ran before, and has failed."""
         trace = self._failed.get(threading.get_ident())
         if trace is None:
@@ -203,28 +203,28 @@ class Debuggers:
                 "this worker keeps no failed task: its last one succeeded, or began before "
                 "SKYWARD_DEBUGGER=1 was set; call sky.post_mortem() before the worker's next task"
             )
-        self._debugger(job).look_at(trace)
+        self._debugger(task).look_at(trace)
 
-    def end(self, job: ReadyTask) -> None:
+    def end(self, task: ReadyTask) -> None:
         """End a task's debugger: it must neither stop in the next task nor keep this one's data."""
-        debugger = self._debuggers.pop(job.run.task, None)
-        console = self._consoles.get(job.run.task)
+        debugger = self._debuggers.pop(task.run.task, None)
+        console = self._consoles.get(task.run.task)
         if debugger is not None:
             debugger.end()
         if console is not None:
             console.close()
-            del self._consoles[job.run.task]
+            del self._consoles[task.run.task]
 
-    def _debugger(self, job: ReadyTask) -> TaskDebugger:
-        debugger = self._debuggers.get(job.run.task)
+    def _debugger(self, task: ReadyTask) -> TaskDebugger:
+        debugger = self._debuggers.get(task.run.task)
         if debugger is None:
             # Imported here: few tasks need it, and it takes an executor 20 ms.
             from skyward.worker.task_debugger import TaskDebugger
 
             self.used = True
-            console = DebuggerConsole(job, self._send, self._hurry, self._flush_output)
-            self._consoles[job.run.task] = console
-            debugger = self._debuggers[job.run.task] = TaskDebugger(console)
+            console = DebuggerConsole(task, self._send, self._hurry, self._flush_output)
+            self._consoles[task.run.task] = console
+            debugger = self._debuggers[task.run.task] = TaskDebugger(console)
         return debugger
 
     def _on_breakpoint(self, *args: Any, **kwargs: Any) -> Any:
@@ -234,8 +234,8 @@ class Debuggers:
             return None
         # A forked process must not touch the lock on the tasks: nobody may be there to release it.
         is_here = os.getpid() == self._pid
-        job = self._job_of(current_task.get()) if is_here else None
-        mode = NEVER if job is None else job.run.debugged
+        task = self._task_of(current_task.get()) if is_here else None
+        mode = NEVER if task is None else task.run.debugged
         if setting and mode in (NEVER, AT_BREAKPOINTS):
             return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100
         frame = sys._getframe(1)
@@ -246,9 +246,9 @@ class Debuggers:
                 f"{place}: it is in a process that the task started, which the debugger cannot "
                 "reach; call it in the task's own process, for example with num_workers=0"
             )
-        if job is None:
+        if task is None:
             raise DebuggerError(f"{place}: no task runs on this thread, so nobody can be asked")
         if mode == NEVER:
             raise DebuggerError(f"{place}: {_HOW}")
-        self._debugger(job).stop_at(frame, str(kwargs.get("header") or ""))
+        self._debugger(task).stop_at(frame, str(kwargs.get("header") or ""))
         return None

@@ -13,15 +13,19 @@ import sys
 import threading
 import time
 import traceback
+import types
 import warnings
+from collections.abc import Iterator
 from contextvars import copy_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from skyward import context, functions, handles, instances
 from skyward.errors import PluginError, PoolError, ProtocolError
-from skyward.objects import encoding, payloads
+from skyward.objects import encoding, payloads, references, tensors
+from skyward.objects.encoding import Encoded
+from skyward.objects.kept import ResultBook
 from skyward.objects.payloads import Pieces
 from skyward.plugins import rendezvous
 from skyward.state.link import worker_state
@@ -32,6 +36,7 @@ from skyward.wire.handshake import PEER, Credentials
 from skyward.wire.listener import Listener
 from skyward.wire.messages import (
     OBJECT_CALLS,
+    POST_MORTEM,
     Called,
     Cancel,
     Credit,
@@ -45,6 +50,7 @@ from skyward.wire.messages import (
     Hello,
     Item,
     Message,
+    Missing,
     Places,
     Prepare,
     Prepared,
@@ -52,6 +58,7 @@ from skyward.wire.messages import (
     Recalled,
     Released,
     Result,
+    Room,
     Run,
     Share,
     Topology,
@@ -60,18 +67,16 @@ from skyward.worker import failures, hooks, process
 from skyward.worker.client import ClientConnection
 from skyward.worker.config import ExecutorConfig
 from skyward.worker.debuggers import Debuggers
-from skyward.worker.definitions import Definitions
 from skyward.worker.inbox import Inbox
 from skyward.worker.inspection import Inspection
 from skyward.worker.interrupts import Interrupted, Interrupts
-from skyward.worker.outbox import Outbox
+from skyward.worker.outbox import Outbox, Sendable
 from skyward.worker.output import NumberLog, ProcessCapture, ThreadCapture, current_task
 from skyward.worker.pending import PendingTasks
 from skyward.worker.places import ObjectCaller, ReadyTask, TaskPlaces
 from skyward.worker.reader import TaskReader
 from skyward.worker.relay import Relay
-from skyward.worker.runner import Leave, TaskRunner
-from skyward.worker.streams import InputStream
+from skyward.worker.streams import InputStream, OutputStream
 from skyward.worker.task_board import SPARE, TaskBoard, TaskRing
 from skyward.worker.task_output import TaskOutput
 
@@ -81,6 +86,10 @@ if TYPE_CHECKING:
 STOP_LOOKS, LOOK_SECONDS = 4, 0.5
 """How often, and after how long each time, a call of an object that was cancelled may still run
 before that costs its process: several looks, since the whole machine may have stood still."""
+
+
+class Leave(BaseException):
+    """Raised on the main thread when the process must leave its hooks and end."""
 
 
 class Executor:
@@ -106,17 +115,14 @@ class Executor:
         if config.threads:
             self._capture = ThreadCapture(self._capture, self._emit)
         self._debuggers = Debuggers(
-            self._running_job,
+            self._running_task,
             lambda message: self._client.send(message),
             self._hurry,
             self._capture.flush,
-            lambda job: self._interrupts.raise_in(job, KeyboardInterrupt),
+            lambda task: self._interrupts.raise_in(task, KeyboardInterrupt),
         )
-        self._log = NumberLog(self._asking_job, lambda message: self._client.tell(message))
+        self._log = NumberLog(self._asking_task, lambda message: self._client.tell(message))
         functions.install_taker(self._log)
-        self._runner = TaskRunner(
-            self._hooks, self._interrupts, self._capture, self._log, self._debuggers, self._hurry
-        )
         self._listener = Listener(config.where, config.pool, self._credentials, self._accept)
         self._reader: TaskReader[Prepare | None] | None = None
         self._woken, self._waking = socket.socketpair()
@@ -131,9 +137,8 @@ class Executor:
         self._nested: NestedPool | None = None
         """The pool, for tasks that start others; None before one does."""
         self._inbox = Inbox(config.blob_cap)
-        self._definitions = Definitions(self._inbox)
-        encoding.find_handles(self._definitions.resolve)
-        self._pending = PendingTasks(self._inbox, self._definitions, self._admit)
+        self._pending = PendingTasks(self._inbox, self._admit)
+        encoding.find_handles(self._pending.resolve)
         self._client = ClientConnection(self._inbox, Outbox(config.blob_cap))
         self._offered = False
         """Whether tasks elsewhere may call objects of this process, at any time."""
@@ -149,11 +154,11 @@ class Executor:
         """Where the client connects."""
         return self._listener.endpoint
 
-    def _emit(self, task: int, stream: str, text: str, transient: bool) -> None:
-        job = self._places.running.get(task)
-        name = "" if job is None else job.run.name
-        unknown = job is not None and job.caller is not None
-        self._client.emit(task, stream, text, transient, name if unknown else "")
+    def _emit(self, number: int, stream: str, text: str, transient: bool) -> None:
+        task = self._places.running.get(number)
+        name = "" if task is None else task.run.name
+        unknown = task is not None and task.caller is not None
+        self._client.emit(number, stream, text, transient, name if unknown else "")
         if self._kept_output is not None and text and not transient:
             self._kept_output.write(stream, text, name)
             self._board.rings[0].wrote()
@@ -180,10 +185,10 @@ class Executor:
                     case Run() as run:
                         body = payloads.read_body(channel, frame, run.payload, [])
                         self._take_object_call(caller, run, body)
-                    case Cancel(task=task) if task in caller.calls:
-                        self._stop_object_call(task)
-                    case Credit(count=-1, task=task) if task in caller.calls:
-                        self._stop_object_call(task, closes=True)
+                    case Cancel(task=number) if number in caller.calls:
+                        self._stop_object_call(number)
+                    case Credit(count=-1, task=number) if number in caller.calls:
+                        self._stop_object_call(number, closes=True)
                     case Credit() as credit if credit.task in caller.calls:
                         self._grant(credit)
                     case Cancel() | Credit():
@@ -195,8 +200,8 @@ class Executor:
             pass
         finally:
             channel.close()
-            for task in list(caller.calls):
-                self._stop_object_call(task)
+            for number in list(caller.calls):
+                self._stop_object_call(number)
 
     def _take_object_call(self, caller: ObjectCaller, run: Run, body: bytearray) -> None:
         if run.task < OBJECT_CALLS:
@@ -213,29 +218,29 @@ class Executor:
         run.apart = key if instances.is_apart(key) else ""
         self._admit(run, payloads.unpack(run.payload, body, payloads.nowhere), caller)
 
-    def _stop_object_call(self, task: int, *, closes: bool = False) -> None:
+    def _stop_object_call(self, number: int, *, closes: bool = False) -> None:
         """Cancel a call that nobody waits for, or close its stream; if it goes on, go further."""
-        job = self._places.find(task)
-        if job is None:
+        task = self._places.find(number)
+        if task is None:
             return
-        if closes and job.output is not None:
-            job.output.close()
+        if closes and task.output is not None:
+            task.output.close()
         else:
-            self._cancel(task)
+            self._cancel(number)
         threading.Thread(
-            target=self._look_after_stopped, args=(job,), name="skyward-stopped", daemon=True
+            target=self._look_after_stopped, args=(task,), name="skyward-stopped", daemon=True
         ).start()
 
-    def _look_after_stopped(self, job: ReadyTask) -> None:
+    def _look_after_stopped(self, task: ReadyTask) -> None:
         """Do as the client does with a task that does not end when it is cancelled."""
-        task, running = job.run.task, self._places.running
+        number, running = task.run.task, self._places.running
         for _ in range(STOP_LOOKS):
             time.sleep(LOOK_SECONDS)
-            if running.get(task) is not job:
+            if running.get(number) is not task:
                 return
-        if job.cancelled and len(running) == 1:
-            self._give_up(PoolError(f"{job.run.name} was cancelled and did not end"))
-        self._stop_object_call(task)
+        if task.cancelled and len(running) == 1:
+            self._give_up(PoolError(f"{task.run.name} was cancelled and did not end"))
+        self._stop_object_call(number)
 
     # Receiving; never on a thread that runs user code.
 
@@ -305,15 +310,15 @@ class Executor:
                 self._pending.define(channel, message, body)
             case Fetch():
                 self._relay.fetch(message)
-            case Cancel(task=task):
-                self._cancel(task)
+            case Cancel(task=number):
+                self._cancel(number)
             case Credit():
                 self._grant(message)
             case Item() if message.task > 0:
                 pieces, _ = self._inbox.take(channel, frame, message.payload)
-                job = self._places.find(message.task)
-                if job is not None and pieces is not None:
-                    job.inputs[message.stream].put(pieces)
+                task = self._places.find(message.task)
+                if task is not None and pieces is not None:
+                    task.inputs[message.stream].put(pieces)
             case End() if message.task > 0:
                 self._end_input(channel, frame, message)
             case Result() | Failure() | Item() | End():
@@ -323,10 +328,10 @@ class Executor:
                 self._inbox.forget(channel, message.segments, message.digests)
             case Released():
                 self._client.outbox.returned(message.segments)
-            case Places(task=task):
-                job = self._places.find(task)
-                if job is not None and job.places is not None:
-                    job.places.put(message)
+            case Places(task=number):
+                task = self._places.find(number)
+                if task is not None and task.places is not None:
+                    task.places.put(message)
             case Recall():
                 self._give_back(channel)
             case DebuggerHears():
@@ -375,18 +380,18 @@ class Executor:
 
     def _admit(self, run: Run, pieces: Pieces, caller: ObjectCaller | None = None) -> None:
         """Queue a task whose buffers and definitions are all here."""
-        job = ReadyTask(run, pieces, [], caller=caller)
+        task = ReadyTask(run, pieces, [], caller=caller)
         if run.inputs:
             channel, streams = self._client.channel, range(len(run.inputs))
-            job.inputs = [InputStream(run.task, each, channel, self._hurry) for each in streams]
+            task.inputs = [InputStream(run.task, each, channel, self._hurry) for each in streams]
         if run.kept:
-            job.places = queue.SimpleQueue()
+            task.places = queue.SimpleQueue()
         if run.apart:
             if isinstance(self._capture, ProcessCapture):
                 self._capture.share()
-            self._places.add_apart(job)
+            self._places.add_apart(task)
             return
-        helps = self._places.add(job)
+        helps = self._places.add(task)
         if self._reader is not None:
             self._reader.put(None)
             if caller is not None and self._watched is not None and not self._wakes:
@@ -402,75 +407,75 @@ class Executor:
         if self._reader is not None:
             self._reader.hurry()
 
-    def _running_job(self, task: int) -> ReadyTask | None:
+    def _running_task(self, number: int) -> ReadyTask | None:
         """A task that runs; with 0, the one that runs alone."""
         with self._places.lock:
-            if not task and not self._config.threads:
+            if not number and not self._config.threads:
                 return next(iter(self._places.running.values()), None)
-            return self._places.running.get(task)
+            return self._places.running.get(number)
 
     def _grant(self, credit: Credit) -> None:
-        job = self._places.find(credit.task)
-        if job is not None and job.output is not None:
-            job.output.grant(credit.count)
+        task = self._places.find(credit.task)
+        if task is not None and task.output is not None:
+            task.output.grant(credit.count)
 
     def _end_input(self, channel: Channel, frame: Frame, end: End) -> None:
         pieces = None
         if end.payload is not None:
             pieces, _ = self._inbox.take(channel, frame, end.payload)
-        job = self._places.find(end.task)
-        if job is not None:
-            job.inputs[end.stream].finish(pieces)
+        task = self._places.find(end.task)
+        if task is not None:
+            task.inputs[end.stream].finish(pieces)
 
     def _give_back(self, channel: Channel) -> None:
         held = self._pending.clear()
         with self._places.lock:
             waiting = self._places.waiting
-            given = [task for task, job in waiting.items() if job.caller is None]
-            for task in given:
-                waiting.pop(task).cancelled = True
+            given = [number for number, task in waiting.items() if task.caller is None]
+            for number in given:
+                waiting.pop(number).cancelled = True
         channel.send(Recalled([*given, *held]))
 
-    def _cancel(self, task: int) -> None:
-        self._pending.cancel(task)
+    def _cancel(self, number: int) -> None:
+        self._pending.cancel(number)
         places = self._places
         with places.lock:
-            job = places.take_waiting(task)
-            if job is not None:
-                job.cancelled = True
+            task = places.take_waiting(number)
+            if task is not None:
+                task.cancelled = True
             else:
-                job = places.running.get(task)
-            runs = job is not None and task in places.running
-            again = job is not None and runs and job.cancelled
-            if job is not None and runs and not again:
-                job.cancelled = True
+                task = places.running.get(number)
+            runs = task is not None and number in places.running
+            again = task is not None and runs and task.cancelled
+            if task is not None and runs and not again:
+                task.cancelled = True
                 # Before the streams are closed, so that the task is interrupted before it sees
                 # them end.
-                if job.wake is None:
-                    self._interrupts.raise_in(job)
+                if task.wake is None:
+                    self._interrupts.raise_in(task)
                 else:
-                    job.woken = True
-                    job.wake()
-                self._debuggers.cancel(task)
-                if job.places is not None:
-                    job.places.put(None)
-                for stream in job.inputs:
+                    task.woken = True
+                    task.wake()
+                self._debuggers.cancel(number)
+                if task.places is not None:
+                    task.places.put(None)
+                for stream in task.inputs:
                     stream.finish(None)
-                if job.output is not None:
-                    job.output.close()
-        if job is not None and runs:
+                if task.output is not None:
+                    task.output.close()
+        if task is not None and runs:
             if again:
                 # The client does not end this process because of tasks of others, which must not
                 # wait for this one.
                 with contextlib.suppress(PoolError):
-                    self._places.begin_wait(job, None)
+                    self._places.begin_wait(task, None)
             elif self._nested is not None:
-                self._nested.wake(job)
+                self._nested.wake(task)
             return
-        if task >= OBJECT_CALLS:
+        if number >= OBJECT_CALLS:
             return
         # The client also gets this answer for a task that never arrived, or is done.
-        self._client.send(Failure(task, 0.0, "", "cancelled before it started", [], None, True))
+        self._client.send(Failure(number, 0.0, "", "cancelled before it started", [], None, True))
 
     # Running.
 
@@ -498,7 +503,7 @@ class Executor:
                 if prepare is not None:
                     self._prepare(prepare)
                 elif (begun := self._places.begin_next()) is not None:
-                    self._run_job(begun, self._board.rings[0])
+                    self._run_task(begun, self._board.rings[0])
         for number in range(self._config.threads):
             threading.Thread(
                 target=self._serve_thread,
@@ -529,43 +534,195 @@ class Executor:
     def _serve_thread(self, slot: int) -> None:
         while True:
             self._queue.get()
-            if (job := self._places.begin_next()) is not None:
-                copy_context().run(self._run_job, job, self._board.rings[slot])
+            if (task := self._places.begin_next()) is not None:
+                copy_context().run(self._run_task, task, self._board.rings[slot])
 
-    def _run_in_place(self, job: ReadyTask) -> None:
+    def _run_in_place(self, task: ReadyTask) -> None:
         """Run a task on a helper, in the place of one that waits."""
         ring = self._spare.pop() if self._spare else None
         try:
-            copy_context().run(self._run_job, job, ring)
+            copy_context().run(self._run_task, task, ring)
         finally:
             if ring is not None:
                 self._spare.append(ring)
 
-    def _run_job(self, job: ReadyTask, ring: TaskRing | None) -> None:
+    def _run_task(self, task: ReadyTask, ring: TaskRing | None) -> None:
         try:
             if ring is not None:
-                ring.begin(job.run.task, job.run.name)
+                ring.begin(task.run.task, task.run.name)
             answer: Message | None = None
             try:
-                outcome = self._runner.run(job, job.caller or self._client, self._definitions)
+                outcome = self._outcome(task, task.caller or self._client)
                 answer = outcome[0]
             finally:
-                places, task = self._places, job.run.task
-                if not job.waits and not job.run.apart:
-                    places.running.pop(task, None)
-                if places.awaited or task in places.running:
-                    places.free(job)
+                places, number = self._places, task.run.task
+                if not task.waits and not task.run.apart:
+                    places.running.pop(number, None)
+                if places.awaited or number in places.running:
+                    places.free(task)
                 if ring is not None:
                     ring.end(answer)
                 if self._nested is not None and not isinstance(answer, (Result, End)):
-                    self._nested.give_up(job)
+                    self._nested.give_up(task)
             if any(handles.lines.ended):
                 self._client.tell(Called(*handles.lines.take_ended()))
-            (job.caller or self._client).send(*outcome)
+            (task.caller or self._client).send(*outcome)
         except Interrupted:
             # On a thread, the interrupt may be raised after the function has returned.
-            cancelled = Failure(job.run.task, 0.0, "", "cancelled", [], None, True)
-            (job.caller or self._client).send(cancelled)
+            cancelled = Failure(task.run.task, 0.0, "", "cancelled", [], None, True)
+            (task.caller or self._client).send(cancelled)
+
+    def _outcome(
+        self, task: ReadyTask, client: ClientConnection | ObjectCaller
+    ) -> tuple[Message, Sendable | None]:
+        """Call the function of a task, and return the last message about it."""
+        token = current_task.set(task.run.task)
+        inside = context.inside.set(True)
+        self._capture.begin(task.run.task)
+        started = time.perf_counter()
+        if self._debuggers.used:
+            self._debuggers.begin(task)
+        try:
+            try:
+                if task.run.trace:
+                    with below(task.run.trace):
+                        value, streamed = self._call(task, client)
+                else:
+                    value, streamed = self._call(task, client)
+                references.settle()
+                ran = time.perf_counter() - started
+                outcome: tuple[Message, Sendable | None]
+                if streamed:
+                    outcome = End(task.run.task, -1, None), None
+                else:
+                    what = f"the result of {task.run.name}"
+                    sendable = (
+                        self._pack(task, client, value, what)
+                        if task.run.kept
+                        else client.pack(value, what)
+                    )
+                    outcome = Result(task.run.task, ran, sendable[0]), sendable
+            except Leave:
+                raise
+            except references.CannotOpenError:
+                outcome = Missing(task.run.task, [], [], True), None
+            except BaseException as problem:
+                self._interrupts.calling.pop(task.thread, None)
+                with contextlib.suppress(Exception):
+                    references.settle()
+                self._debuggers.failed(task, problem)
+                outcome = self._failure(task, client, problem, time.perf_counter() - started)
+        finally:
+            if self._debuggers.used:
+                self._debuggers.end(task)
+            self._capture.end()
+            if self._log.rows:
+                self._log.flush()
+            context.inside.reset(inside)
+            current_task.reset(token)
+        return outcome
+
+    def _call(self, task: ReadyTask, client: ClientConnection | ObjectCaller) -> tuple[Any, bool]:
+        """The function's value; the flag says whether its items have been streamed already."""
+        if task.run.debugged == POST_MORTEM:
+            self._interrupts.calling[task.thread] = task
+            self._debuggers.look_back(task)
+            self._interrupts.calling.pop(task.thread, None)
+            return None, False
+        function = self._pending.resolve(task.run.code) if task.caller is None else instances.called
+        if not task.run.kept:
+            args, kwargs = encoding.decode(*task.pieces)
+        else:
+            tensors.watch_opened(task.opened)
+            try:
+                args, kwargs = encoding.decode(*task.pieces)
+            finally:
+                tensors.watch_opened(None)
+        if task.inputs:
+            args, kwargs = _with_streams(args, kwargs, task.inputs)
+        task.pieces = (memoryview(b""), [], [])
+        self._interrupts.calling[task.thread] = task
+        if task.cancelled:
+            raise Interrupted
+        if self._hooks.decorators:
+            function = self._hooks.decorated(function)
+        value = function(*args, **kwargs)
+        del args, kwargs
+        if isinstance(value, types.CoroutineType):
+            # Imported here: few functions need it, and it takes an executor 25 ms.
+            import asyncio
+
+            value = asyncio.run(value)
+        if isinstance(value, types.AsyncGeneratorType):
+            value = _drained(value)
+        if not isinstance(value, types.GeneratorType):
+            self._interrupts.calling.pop(task.thread, None)
+            return value, False
+        self._stream(task, client, value)
+        self._interrupts.calling.pop(task.thread, None)
+        return None, True
+
+    def _pack(
+        self, task: ReadyTask, client: ClientConnection | ObjectCaller, value: Any, what: str
+    ) -> Sendable:
+        if not task.run.kept:
+            return client.pack(value, what)
+        return client.lay_out(self._encode_kept(task, client, value, what))
+
+    def _encode_kept(
+        self, task: ReadyTask, client: ClientConnection | ObjectCaller, value: Any, what: str
+    ) -> Encoded:
+        """Encode a result and leave its tensors on the device; if that cannot be, send the bytes.
+
+        The client makes memory for them there, and this process copies them.
+        """
+        book = ResultBook(task.opened)
+        encoded = encoding.encode(value, what=what, keep=book)
+        if not any(last for _, last in book.spans):
+            return encoded
+        client.send(Room(task.run.task, book.spans))
+        self._hurry()
+        assert task.places is not None
+        room = task.places.get()
+        if room is None:
+            raise Interrupted
+        if room.pieces:
+            try:
+                book.fill(room.pieces, room.places)
+                return encoded
+            except references.CannotOpenError:
+                pass
+        return encoding.encode(value, what=what, keep=ResultBook(task.opened, by_value=True))
+
+    def _stream(
+        self, task: ReadyTask, client: ClientConnection | ObjectCaller, generator: Any
+    ) -> None:
+        output = task.output = OutputStream(
+            self._hurry, lambda permitted: client.send(Credit(task.run.task, -1, permitted))
+        )
+        if task.cancelled:
+            output.close()
+        client.send(Result(task.run.task, 0.0, None))
+        with contextlib.closing(generator):
+            for item in generator:
+                if not output.take():
+                    # No interrupt may reach the generator while it cleans up.
+                    self._interrupts.calling.pop(task.thread, None)
+                    return
+                references.settle()
+                sendable = self._pack(task, client, item, f"an item of {task.run.name}")
+                del item
+                client.send(Item(task.run.task, -1, sendable[0]), sendable)
+
+    def _failure(
+        self,
+        task: ReadyTask,
+        client: ClientConnection | ObjectCaller,
+        problem: BaseException,
+        ran: float,
+    ) -> tuple[Message, Sendable | None]:
+        cancelled = task.cancelled and isinstance(problem, (Interrupted, GeneratorExit))
+        return failures.report(problem, task.run.task, ran, client.pack, cancelled=cancelled)
 
     def _nested_pool(self) -> NestedPool:
         """The pool of the tasks of this process, for a task that starts others."""
@@ -576,19 +733,64 @@ class Executor:
             raise wrong_process()
         with self._places.lock:
             if self._nested is None:
-                self._nested = NestedPool(self._client, self._places, self._asking_job, self._hurry)
+                self._nested = NestedPool(
+                    self._client, self._places, self._asking_task, self._hurry
+                )
                 if isinstance(self._capture, ProcessCapture):
                     self._capture.share()
             return self._nested
 
-    def _asking_job(self) -> ReadyTask | None:
+    def _asking_task(self) -> ReadyTask | None:
         """The task that this thread belongs to; without a context, the only one that runs."""
-        task = current_task.get()
+        number = current_task.get()
         with self._places.lock:
             running = self._places.running
-            if task:
-                return running.get(task)
+            if number:
+                return running.get(number)
             return next(iter(running.values())) if len(running) == 1 else None
+
+
+def _with_streams(
+    args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[InputStream]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with input streams in place of the references to them."""
+
+    def filled(value: Any) -> Any:
+        return inputs[value.index] if isinstance(value, encoding.StreamRef) else value
+
+    return tuple(map(filled, args)), {name: filled(value) for name, value in kwargs.items()}
+
+
+def _drained(items: Any) -> Any:
+    """An async generator as a plain one."""
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    try:
+        while True:
+            try:
+                yield loop.run_until_complete(anext(items))
+            except StopAsyncIteration:
+                return
+    finally:
+        loop.run_until_complete(items.aclose())
+        loop.close()
+
+
+@contextlib.contextmanager
+def below(carrier: dict[str, str]) -> Iterator[None]:
+    """Make the call's span the current one, if the worker has OpenTelemetry."""
+    try:
+        # Imported here: only calls of programs with traces need it.
+        from opentelemetry import context, propagate
+    except ImportError:
+        yield
+        return
+    token = context.attach(propagate.extract(carrier))
+    try:
+        yield
+    finally:
+        context.detach(token)
 
 
 def main() -> None:

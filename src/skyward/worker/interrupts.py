@@ -59,26 +59,26 @@ class Interrupts:
         self.calling: dict[int, ReadyTask] = {}
         """For each thread, the task whose function is being called there."""
 
-    def raise_in(self, job: ReadyTask, kind: type[KeyboardInterrupt] = Interrupted) -> None:
+    def raise_in(self, task: ReadyTask, kind: type[KeyboardInterrupt] = Interrupted) -> None:
         """Interrupt the function of a task that runs: cancelled, or with a plain Ctrl-C."""
-        if self._threads or job.thread != self._main:
+        if self._threads or task.thread != self._main:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(job.thread), ctypes.py_object(kind)
+                ctypes.c_ulong(task.thread), ctypes.py_object(kind)
             )
         else:
             # A signal also ends a blocking system call.
-            self._meant, self._meant_as = job, kind
+            self._meant, self._meant_as = task, kind
             signal.pthread_kill(self._main, signal.SIGINT)
 
     def on_signal(self, _: int, frame: types.FrameType | None) -> None:
         """Handle SIGINT: raise in the cancelled task, and only while it is in the user's code."""
-        job, self._meant = self._meant, None
+        task, self._meant = self._meant, None
         kind, self._meant_as = self._meant_as, Interrupted
-        if job is None or job is not self.calling.get(self._main):
+        if task is None or task is not self.calling.get(self._main):
             return
         if _in_our_code(frame):
             # A half-sent frame, or memory that is not given back, would harm later tasks.
-            retry = threading.Timer(AGAIN_SECONDS, self.raise_in, (job, kind))
+            retry = threading.Timer(AGAIN_SECONDS, self.raise_in, (task, kind))
             retry.daemon = True
             retry.start()
             return

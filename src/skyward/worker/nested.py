@@ -170,10 +170,10 @@ class NestedPool:
 
     def _new_start(self, name: str, code: bytes) -> tuple[NestedFuture, Start]:
         """A call that the client can be asked for, and its future."""
-        job = self._current()
-        future = NestedFuture(self, -next(self._numbers), job)
-        number, task = future.number, 0 if job is None else job.run.task
-        start = Start(number, task, name, code, _NOTHING)
+        task = self._current()
+        future = NestedFuture(self, -next(self._numbers), task)
+        number = future.number
+        start = Start(number, 0 if task is None else task.run.task, name, code, _NOTHING)
         # Not the future, which would refer to itself then.
         future._bind(
             lambda: self._drop(number),
@@ -267,7 +267,7 @@ class NestedPool:
         if pieces is not None:
             future.arrived(pieces)
             return
-        stream = NestedStream(self, number, future.job, self._client.channel, self._hurry)
+        stream = NestedStream(self, number, future.task, self._client.channel, self._hurry)
         with self._opening:
             self._streams[number] = stream
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled
@@ -275,26 +275,26 @@ class NestedPool:
 
     # What becomes of the tasks that ask.
 
-    def wake(self, job: ReadyTask) -> None:
+    def wake(self, task: ReadyTask) -> None:
         """Interrupt the waits of a task that is cancelled, on all its threads."""
         for future in list(self._calls.values()):
-            if future.job is job:
+            if future.task is task:
                 with contextlib.suppress(concurrent.futures.InvalidStateError):
                     future.set_exception(Interrupted())
-        for stream in self._streams_of(job):
+        for stream in self._streams_of(task):
             stream.interrupt()
 
-    def give_up(self, job: ReadyTask) -> None:
+    def give_up(self, task: ReadyTask) -> None:
         """Have the client give up the calls of a task that has failed."""
         for future in list(self._calls.values()):
-            if future.job is job:
+            if future.task is task:
                 self._drop(future.number)
-        for stream in self._streams_of(job):
+        for stream in self._streams_of(task):
             stream.close()
 
-    def _streams_of(self, job: ReadyTask) -> list[NestedStream]:
+    def _streams_of(self, task: ReadyTask) -> list[NestedStream]:
         with self._opening:
-            return [stream for stream in self._streams.values() if stream.job is job]
+            return [stream for stream in self._streams.values() if stream.task is task]
 
     @contextlib.contextmanager
     def waiting(self, wake: Callable[[], object] | None) -> Iterator[None]:
@@ -305,12 +305,12 @@ class NestedPool:
         """
         if not self.is_here:
             raise wrong_process()
-        job = self._places.begin_wait(self._current(), wake)
+        task = self._places.begin_wait(self._current(), wake)
         try:
             self._hurry()
             yield
         finally:
-            if job is not None and self._places.end_wait(job):
+            if task is not None and self._places.end_wait(task):
                 raise Interrupted
 
     @property
@@ -322,9 +322,9 @@ class NestedPool:
 class NestedFuture(Future[Any]):
     """The result of a task that a task has started."""
 
-    def __init__(self, pool: NestedPool, number: int, job: ReadyTask | None) -> None:
+    def __init__(self, pool: NestedPool, number: int, task: ReadyTask | None) -> None:
         super().__init__()
-        self.pool, self.number, self.job = pool, number, job
+        self.pool, self.number, self.task = pool, number, task
         self._pieces: Pieces | None = None
         self._done_callbacks: list[Any]
         self._decoding = threading.Lock()
@@ -432,12 +432,12 @@ class NestedStream(InputStream):
         self,
         pool: NestedPool,
         number: int,
-        job: ReadyTask | None,
+        task: ReadyTask | None,
         channel: Any,
         hurry: Callable[[], None],
     ) -> None:
         super().__init__(number, -1, channel, hurry)
-        self._pool, self.job = pool, job
+        self._pool, self.task = pool, task
         self._over = self._interrupted = False
 
     def __next__(self) -> Any:

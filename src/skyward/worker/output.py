@@ -277,10 +277,10 @@ class NumberLog:
     """Sends what tasks log, from a thread of its own: a task never waits for the client."""
 
     def __init__(
-        self, asking_job: Callable[[], ReadyTask | None], send: Callable[[Logged], None]
+        self, asking_task: Callable[[], ReadyTask | None], send: Callable[[Logged], None]
     ) -> None:
-        """`asking_job` finds the task that has started a thread."""
-        self._asking_job, self._send = asking_job, send
+        """`asking_task` finds the task that has started a thread."""
+        self._asking_task, self._send = asking_task, send
         self.rows: list[tuple[int, int | None, dict[str, float]]] = []
         """What has not been sent yet."""
         self._values = self._left_out = 0
@@ -293,8 +293,8 @@ class NumberLog:
     def take(self, values: dict[str, float], step: int | None) -> None:
         """Keep what the current task has logged until it is sent."""
         task = current_task.get()
-        if not task and (job := self._asking_job()) is not None:
-            task = job.run.task
+        if not task and (asking := self._asking_task()) is not None:
+            task = asking.run.task
         with self._lock:
             if len(self.rows) >= ROWS_WAITING or self._values >= VALUES_WAITING:
                 self._left_out += 1

@@ -118,32 +118,32 @@ class TaskPlaces:
         self._apart: dict[str, queue.SimpleQueue[ReadyTask | None]] = {}
         """For each object with a place of its own, the tasks of its thread."""
 
-    def find(self, task: int) -> ReadyTask | None:
+    def find(self, number: int) -> ReadyTask | None:
         """A task that waits or runs."""
         with self.lock:
-            waiting = self.waiting.get(task) or self.waiting_apart.get(task)
-            return waiting or self.running.get(task)
+            waiting = self.waiting.get(number) or self.waiting_apart.get(number)
+            return waiting or self.running.get(number)
 
-    def take_waiting(self, task: int) -> ReadyTask | None:
+    def take_waiting(self, number: int) -> ReadyTask | None:
         """Remove a task that has not begun; the caller holds the lock."""
-        return self.waiting.pop(task, None) or self.waiting_apart.pop(task, None)
+        return self.waiting.pop(number, None) or self.waiting_apart.pop(number, None)
 
-    def add(self, job: ReadyTask) -> bool:
+    def add(self, task: ReadyTask) -> bool:
         """Take a task; returns whether a helper should run it, since the other threads may wait."""
         with self.lock:
-            self.waiting[job.run.task] = job
+            self.waiting[task.run.task] = task
             threads = len(self.running) - self._running_apart
             return self._slots <= threads < self._slots + len(self._given_up)
 
-    def add_apart(self, job: ReadyTask) -> None:
+    def add_apart(self, task: ReadyTask) -> None:
         """Take a task of an object that has a place of its own, on the object's thread."""
-        key = job.run.apart
+        key = task.run.apart
         with self.lock:
             begins = key not in self._apart
             if begins:
                 self._apart[key] = queue.SimpleQueue()
-            self._apart[key].put(job)
-            self.waiting_apart[job.run.task] = job
+            self._apart[key].put(task)
+            self.waiting_apart[task.run.task] = task
         if begins:
             threading.Thread(
                 target=self._serve_apart, args=(key,), name="skyward-object", daemon=True
@@ -151,28 +151,28 @@ class TaskPlaces:
 
     def _serve_apart(self, key: str) -> None:
         """Run the tasks of one object, until there is none and the object is gone."""
-        jobs = self._apart[key]
+        tasks = self._apart[key]
         while True:
-            job = jobs.get()
+            task = tasks.get()
             with self.lock:
-                wanted = None if job is None else self.waiting_apart.pop(job.run.task, None)
+                wanted = None if task is None else self.waiting_apart.pop(task.run.task, None)
                 if wanted is not None:
                     wanted.thread = threading.get_ident()
                     self.running[wanted.run.task] = wanted
                     self._running_apart += 1
             if wanted is not None:
                 self._run(wanted)
-            del job, wanted
+            del task, wanted
             with self.lock:
-                if jobs.empty() and not instances.has(key):
+                if tasks.empty() and not instances.has(key):
                     del self._apart[key]
                     return
 
     def objects_freed(self) -> None:
         """End the threads of objects that are gone."""
         with self.lock:
-            for jobs in self._apart.values():
-                jobs.put(None)
+            for tasks in self._apart.values():
+                tasks.put(None)
 
     def begin_next(self, *, waits: bool = True) -> ReadyTask | None:
         """The task that has waited longest; None if others began all tasks.
@@ -191,24 +191,24 @@ class TaskPlaces:
                 self.awaited -= 1
             if not self.waiting:
                 return None
-            task, job = self.waiting.popitem(last=False)
-            job.thread = threading.get_ident()
-            self.running[task] = job
-            return job
+            number, task = self.waiting.popitem(last=False)
+            task.thread = threading.get_ident()
+            self.running[number] = task
+            return task
 
     def _has_room(self) -> bool:
         return len(self.running) - self._running_apart - len(self._given_up) < self._slots
 
-    def free(self, job: ReadyTask) -> None:
+    def free(self, task: ReadyTask) -> None:
         """Let another task have the place of one that has ended.
 
         Most tasks need only be removed from `running`: they had a place that no thread waits for.
         """
         with self.lock:
-            ended = self.running.pop(job.run.task, None)
-            if ended is not None and job.run.apart:
+            ended = self.running.pop(task.run.task, None)
+            if ended is not None and task.run.apart:
                 self._running_apart -= 1
-            self._given_up.discard(job.run.task)
+            self._given_up.discard(task.run.task)
             self._freed.notify_all()
 
     def help(self) -> None:
@@ -216,11 +216,11 @@ class TaskPlaces:
         self._helpers.run(self._help)
 
     def _help(self) -> None:
-        while (job := self.begin_next(waits=False)) is not None:
-            self._run(job)
+        while (task := self.begin_next(waits=False)) is not None:
+            self._run(task)
 
     def begin_wait(
-        self, job: ReadyTask | None, wake: Callable[[], object] | None
+        self, task: ReadyTask | None, wake: Callable[[], object] | None
     ) -> ReadyTask | None:
         """Give the place of a task up: it waits for tasks that it has started.
 
@@ -229,42 +229,42 @@ class TaskPlaces:
         """
         with self._telling:
             with self.lock:
-                if job is None:
+                if task is None:
                     own = (each for each in self.running.values() if not each.run.apart)
-                    job = next((each for each in own if not each.waits), None)
-                if job is None:
+                    task = next((each for each in own if not each.waits), None)
+                if task is None:
                     return None
-                if not job.run.apart and not job.waits and len(self._given_up) >= WAITING_MAX:
+                if not task.run.apart and not task.waits and len(self._given_up) >= WAITING_MAX:
                     raise PoolError(
-                        f"{job.run.name} cannot wait for another task: {WAITING_MAX} tasks of this "
-                        "worker wait for others already; start fewer tasks that wait, or let a "
-                        "task return before the next one starts"
+                        f"{task.run.name} cannot wait for another task: {WAITING_MAX} tasks of "
+                        "this worker wait for others already; start fewer tasks that wait, or let "
+                        "a task return before the next one starts"
                     )
-                job.waits += 1
-                if wake is not None and job.thread == threading.get_ident():
-                    job.wake = wake
-                if job.run.apart or job.waits > 1 or job.run.task not in self.running:
-                    return job
-                self._given_up.add(job.run.task)
+                task.waits += 1
+                if wake is not None and task.thread == threading.get_ident():
+                    task.wake = wake
+                if task.run.apart or task.waits > 1 or task.run.task not in self.running:
+                    return task
+                self._given_up.add(task.run.task)
                 self._freed.notify_all()
                 helps = bool(self.waiting)
-            if job.caller is None:
-                self._tell(Waits(job.run.task, True))
+            if task.caller is None:
+                self._tell(Waits(task.run.task, True))
         if helps:
             self.help()
-        return job
+        return task
 
-    def end_wait(self, job: ReadyTask) -> bool:
+    def end_wait(self, task: ReadyTask) -> bool:
         """Have a task go on, also if another one runs in its place; returns whether it must end."""
         with self._telling:
             with self.lock:
-                job.waits -= 1
+                task.waits -= 1
                 woken = False
-                if job.thread == threading.get_ident():
-                    woken, job.wake, job.woken = job.woken, None, False
-                if job.waits or job.run.task not in self._given_up:
+                if task.thread == threading.get_ident():
+                    woken, task.wake, task.woken = task.woken, None, False
+                if task.waits or task.run.task not in self._given_up:
                     return woken
-                self._given_up.discard(job.run.task)
-            if job.caller is None:
-                self._tell(Waits(job.run.task, False))
+                self._given_up.discard(task.run.task)
+            if task.caller is None:
+                self._tell(Waits(task.run.task, False))
         return woken

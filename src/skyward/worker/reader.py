@@ -18,10 +18,10 @@ LASTS_SECONDS = 0.01
 PAUSE_SECONDS = 0.5
 """After so long without a new task, the second thread sleeps until there is one."""
 
-J = TypeVar("J")
+T = TypeVar("T")
 
 
-class TaskReader(Generic[J]):
+class TaskReader(Generic[T]):
     """Two threads take turns to read: the thread that holds the lock reads. Tasks are queued."""
 
     def __init__(
@@ -30,7 +30,7 @@ class TaskReader(Generic[J]):
         """`elsewhere` says whether a third thread may put a task at any time."""
         self._read_one = read_one
         self._elsewhere = elsewhere
-        self._jobs: queue.SimpleQueue[J] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._turn = threading.Lock()
         self._hurry = threading.Event()
         self._begun = 0
@@ -40,30 +40,30 @@ class TaskReader(Generic[J]):
         self._asleep = False
         threading.Thread(target=self._stand_by, name="skyward-reader", daemon=True).start()
 
-    def put(self, job: J) -> None:
+    def put(self, task: T) -> None:
         """Queue a task; the thread that reads calls this."""
-        self._jobs.put(job)
+        self._tasks.put(task)
 
-    def next(self) -> J:
+    def next(self) -> T:
         """The next task; reads until there is one, unless the second thread reads."""
         self._running = False
         while True:
             # No other thread takes tasks; and an exception would take longer than this look.
-            if not self._jobs.empty():
-                job = self._jobs.get()
+            if not self._tasks.empty():
+                task = self._tasks.get()
                 break
             if self._turn.acquire(blocking=False):
                 try:
-                    while self._jobs.empty() and not self._elsewhere():
+                    while self._tasks.empty() and not self._elsewhere():
                         self._read_one()
                 finally:
                     self._turn.release()
-                if not self._jobs.empty():
+                if not self._tasks.empty():
                     continue
             # Even if the second thread reads now: it may be about to stop.
             self._handed_over = True
             self._hurry.set()
-            job = self._jobs.get()
+            task = self._tasks.get()
             self._handed_over = False
             break
         self._begun += 1
@@ -71,7 +71,7 @@ class TaskReader(Generic[J]):
         if self._asleep:
             self._asleep = False
             self._hurry.set()
-        return job
+        return task
 
     def hurry(self) -> None:
         """Have the second thread read now: the running task is about to wait for the client."""
@@ -90,7 +90,7 @@ class TaskReader(Generic[J]):
                     # Read while this task runs, even if other tasks wait: the client may cancel the
                     # task, or send credit. Then read until the next task, and return the turn.
                     begun = self._begun
-                    while self._jobs.empty() or (self._running and self._begun == begun):
+                    while self._tasks.empty() or (self._running and self._begun == begun):
                         self._read_one()
                 finally:
                     self._turn.release()
