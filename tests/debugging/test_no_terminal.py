@@ -22,7 +22,7 @@ import skyward as sky
 from skyward.calls.debuggers import DebuggerDesk, DebuggerSession, source_of
 from skyward.console.prompts import WOKEN, AskingPrompt, open_prompt
 from skyward.wire.messages import DebuggerHears, DebuggerSays
-from skyward.worker.debuggers import DebuggerConsole
+from skyward.worker.task_debugger import DebuggerConsole
 
 QUIET = sky.Options(console=False)
 

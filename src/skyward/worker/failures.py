@@ -13,6 +13,8 @@ from skyward.objects.exceptions import PortableException
 from skyward.wire.messages import Failure
 from skyward.worker.outbox import Sendable
 
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""Where Skyward's own code is, which users are not shown."""
 CHAIN_DEPTH = 8
 """How many causes of an exception travel with it."""
 TEXT_MAX = 1 << 20
@@ -74,9 +76,8 @@ def text(problem: BaseException) -> str:
 
 def frames(problem: BaseException) -> list[tuple[str, int, str, str]]:
     """The traceback below our own frames."""
-    here = os.path.dirname(os.path.dirname(__file__))
     found = traceback.extract_tb(problem.__traceback__)
-    while found and found[0].filename.startswith(here):
+    while found and found[0].filename.startswith(OURS):
         found.pop(0)
     return [(f.filename, f.lineno or 0, f.name, (f.line or "")[:LINE_MAX]) for f in found[:200]]
 

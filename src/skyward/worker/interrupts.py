@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from skyward.wire.line import LineRequest, arrive, wait_readable
+from skyward.worker.failures import OURS
 from skyward.worker.places import ReadyTask
 
 AGAIN_SECONDS = 0.005
 """How long an interrupt waits before its next attempt, if it found our own code running."""
 
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Not imported here: most executors never need it.
 _FUTURES = os.path.join(os.path.dirname(threading.__file__), "concurrent", "futures", "_base.py")
 _BETWEEN = {ssl.__file__, socket.__file__, threading.__file__, _FUTURES}
@@ -95,4 +95,4 @@ def _in_our_code(frame: types.FrameType | None) -> bool:
         return False
     file = frame.f_code.co_filename
     # Finalizers, which `weakref` calls, give memory back.
-    return file.startswith(_OURS) or file == weakref.__file__
+    return file.startswith(OURS) or file == weakref.__file__
