@@ -129,6 +129,7 @@ def test_a_name_that_leads_here_by_a_trick_is_refused(url: str) -> None:
         status, _, text = get(url, Host=host)
         assert (status, text) == (421, "this server has another name\n")
     assert get(url, Host=f"localhost:{port}")[0] == 200
+    assert get(url, Host="localhost:8080")[0] == 200, "as `ssh -L 8080:127.0.0.1:PORT` has it"
 
 
 def test_what_cannot_be_read_is_refused_wherever_the_server_listens(url: str) -> None:
@@ -136,13 +137,13 @@ def test_what_cannot_be_read_is_refused_wherever_the_server_listens(url: str) ->
     with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=100) as client:
         client.sendall(b"GET http://[::1/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.makefile().readline() == "HTTP/1.1 400 Bad Request\n"
-    forwarded = object.__new__(PageServer)
-    everywhere = object.__new__(PageServer)
-    forwarded._forwarded, everywhere._forwarded = True, False
-    everywhere._hosts = frozenset()
-    for server in (forwarded, everywhere):
+    near, everywhere = object.__new__(PageServer), object.__new__(PageServer)
+    near._host, everywhere._host = "127.0.0.1", "0.0.0.0"
+    for server in (near, everywhere):
         assert server.serves("127.0.0.1:80")
         assert not server.serves("[::1")
+    assert everywhere.serves("10.0.0.7:80")
+    assert not near.serves("10.0.0.7:80")
 
 
 def test_other_paths_and_methods_are_refused(url: str) -> None:

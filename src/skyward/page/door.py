@@ -50,7 +50,7 @@ ANSWER_SECONDS = 10.0
 AT_ONCE = 16
 """How many processes and pools are asked at the same time."""
 # A name may be a kind of str, which is no plain one.
-_encode = msgspec.json.Encoder(enc_hook=str).encode
+encode = msgspec.json.Encoder(enc_hook=str).encode
 _LISTED = Path("/proc/net/unix")
 _CREDENTIALS = struct.Struct("3i")
 
@@ -289,7 +289,7 @@ class Guest:
             is_last = self._ended
             began = time.monotonic()
             # Also if there is no news: it shows whether the other end is there.
-            self.connection.sendall(_encode(self._news()) + b"\n")
+            self.connection.sendall(encode(self._news()) + b"\n")
             if is_last:
                 return
             if self._woken.wait(SAMPLE_SECONDS):

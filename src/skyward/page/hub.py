@@ -20,10 +20,17 @@ import traceback
 from collections.abc import Iterable
 from functools import partial
 
-import msgspec
-
 from skyward.nodes import records
-from skyward.page.door import SETTLE_SECONDS, TICK_SECONDS, VIEW, Guest, addresses, connect, door
+from skyward.page.door import (
+    SETTLE_SECONDS,
+    TICK_SECONDS,
+    VIEW,
+    Guest,
+    addresses,
+    connect,
+    door,
+    encode,
+)
 from skyward.page.pool import KEPT, Message, ShownPool
 from skyward.page.watch import END_SECONDS, SAMPLE_SECONDS, UNHURRIED, UNREADABLE, KeptWatch
 
@@ -44,9 +51,6 @@ ANSWER_SECONDS = 1.0
 """How long a pool waits for its agents before it is shown."""
 MEASURE_SECONDS = 3.0
 LINE_MOST = 64 << 20
-
-# A name may be a kind of str, which is no plain one.
-_encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class Viewer:
@@ -123,7 +127,7 @@ class Hub:
                 for pool in self._shown():
                     every += pool.everything()
                     pool.sample_due = 0.0
-                viewer.put(_encode(every).decode())
+                viewer.put(encode(every).decode())
         self._woken.set()
         return viewer
 
@@ -359,6 +363,6 @@ class Hub:
 
     def _tell(self, messages: list[Message]) -> None:
         if messages and self._viewers:
-            batch = _encode(messages).decode()
+            batch = encode(messages).decode()
             # Whoever has a viewer that is dropped has it leave.
             self._viewers = [viewer for viewer in self._viewers if viewer.put(batch)]

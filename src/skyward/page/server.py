@@ -42,17 +42,13 @@ RETRY_MS = 1000
 """After so many milliseconds, a browser that has lost the stream asks for it again."""
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class PageServer:
     """Serves the page of a hub on a thread of its own, until it is closed, and the hub with it."""
 
-    def __init__(
-        self, hub: Hub, host: str = "127.0.0.1", port: int = 0, *, forwarded: bool = False
-    ) -> None:
-        """`forwarded` says that others reach the server through a port of their own loopback."""
-        self.hub, self._forwarded = hub, forwarded
+    def __init__(self, hub: Hub, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.hub, self._host = hub, host.lower()
         self._token = secrets.token_urlsafe(24)
         page = resources.files("skyward.page").joinpath("page.html").read_text(encoding="utf-8")
         handler = type("_PageHandler", (_Handler,), {"page": self, "text": page})
@@ -63,7 +59,6 @@ class PageServer:
                 f"the page cannot be served at {host!r}, port {port}: {problem}; give another "
                 "port, or none for any that is free"
             ) from None
-        self._hosts = _hosts(host, self._server.server_port)
         shown = f"[{host}]" if ":" in host else host
         if host in _EVERYWHERE:
             shown = socket.gethostname()
@@ -114,10 +109,17 @@ class PageServer:
         return hmac.compare_digest(token.encode(), self._token.encode())
 
     def serves(self, host: str) -> bool:
-        """Whether a request may name this host: a foreign name may have been made to lead here."""
-        if self._forwarded:
-            return _name(host) in _LOOPBACK
-        return host.lower() in self._hosts if self._hosts else _is_own(host)
+        """Whether a request may name this host: a foreign name may have been made to lead here.
+
+        The port may be another one: the agent of a head, or a tunnel, forwards one to this.
+        """
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+        except ValueError:
+            return False
+        if self._host in _EVERYWHERE:
+            return _is_own(name)
+        return name == self._host or (_is_loopback(self._host) and _is_loopback(name))
 
 
 class _Server(ThreadingHTTPServer):
@@ -228,30 +230,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: the address has the token."""
 
 
-def _hosts(host: str, port: int) -> frozenset[str]:
-    """The names that a request may give; none are fixed if the server listens everywhere."""
-    if host in _EVERYWHERE:
-        return frozenset()
-    names = {f"[{host}]" if ":" in host else host.lower()}
+def _is_loopback(name: str) -> bool:
     with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            names |= {"localhost", "127.0.0.1", "[::1]"}
-    if "localhost" in names:
-        names |= {"127.0.0.1", "[::1]"}
-    return frozenset(f"{name}:{port}" for name in names) | (names if port == 80 else frozenset())
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost"
 
 
-def _name(host: str) -> str:
-    """The name in a Host header, without its port; empty if the header cannot be read."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    except ValueError:
-        return ""
-
-
-def _is_own(host: str) -> bool:
+def _is_own(name: str) -> bool:
     """Whether a name of a request is an address, or this machine's own name."""
-    name = _name(host)
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(name)
         return True
@@ -277,7 +263,7 @@ def main() -> None:
         records.read(name)
     except SkywardError as problem:
         sys.exit(str(problem))
-    server = PageServer(Hub([name]), forwarded=True)
+    server = PageServer(Hub([name]))
     announced = Path(os.environ[FOLDER], ANNOUNCED)
     new = announced.with_suffix(".new")
     new.touch(0o600)
