@@ -288,10 +288,19 @@ def requirement(plugin: str, package: str, word: str, *, argument: str = "versio
     )
 
 
-def extended(image: Image, pip: list[str], index: PipIndex | None = None) -> Image:
+def extended(image: Image, pip: Sequence[str], index: PipIndex | None = None) -> Image:
     """The image with packages and an index appended to what it has."""
     indexes = [*image.pip_indexes] + ([index] if index is not None else [])
     return replace(image, pip=[*image.pip, *pip], pip_indexes=indexes)
+
+
+def installing(packages: Sequence[str]) -> Transform:
+    """A transform that adds packages to an image."""
+    return functools.partial(_with_packages, packages)
+
+
+def _with_packages(packages: Sequence[str], image: Image, cluster: Cluster) -> Image:
+    return extended(image, packages)
 
 
 def check_installed(name: str, package: str = "") -> None:

@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args
 
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
-from skyward.plugins.plugin import Cluster, Plugin, check_installed, extended
-from skyward.spec import Image
+from skyward.plugins.plugin import Plugin, check_installed, installing
 
 Precision = Literal["no", "fp16", "bf16", "fp8"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
@@ -72,14 +71,10 @@ def accelerate(
         packages.append("deepspeed")
     return replace(
         Plugin.create("accelerate")
-        .with_transform(functools.partial(_install, packages))
+        .with_transform(installing(packages))
         .with_around_process(functools.partial(_set_up, settings, group)),
         needs=("torch",) if group else (),
     )
-
-
-def _install(packages: list[str], image: Image, cluster: Cluster) -> Image:
-    return extended(image, packages)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
 from skyward.plugins.frameworks.accelerate import compute_where_the_node_can
-from skyward.plugins.plugin import Cluster, Plugin, check_installed, extended, imported
-from skyward.spec import Image
+from skyward.plugins.plugin import Plugin, check_installed, imported, installing
 
 # The Trainer needs accelerate, and says so only when it is made.
 PACKAGES = ("transformers", "datasets", "tokenizers", "accelerate")
@@ -38,7 +37,7 @@ def huggingface(token: str | None = None, models: Sequence[str] = ()) -> Plugin:
         )
     return (
         Plugin.create("huggingface")
-        .with_transform(_install)
+        .with_transform(installing(PACKAGES))
         .with_around_process(HubSession(token, _checked(models)))
     )
 
@@ -55,10 +54,6 @@ def _checked(models: Sequence[str]) -> tuple[str, ...]:
                 "'org/model'"
             )
     return tuple(models)
-
-
-def _install(image: Image, cluster: Cluster) -> Image:
-    return extended(image, list(PACKAGES))
 
 
 class HubSession:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from skyward.context import InstanceInfo
-from skyward.plugins.plugin import Cluster, Plugin, check_installed, extended, requirement
-from skyward.spec import Image
+from skyward.plugins.plugin import Plugin, check_installed, installing, requirement
 
 if TYPE_CHECKING:
     from skyward.plugins.parallel import OpenCompute
@@ -28,14 +26,10 @@ def joblib(version: str | None = None) -> Plugin:
     package = requirement("joblib", "joblib", "latest" if version is None else version)
     return (
         Plugin.create("joblib")
-        .with_transform(functools.partial(_install, package))
+        .with_transform(installing([package]))
         .with_around_process(with_joblib)
         .with_around_client(on_the_pool)
     )
-
-
-def _install(package: str, image: Image, cluster: Cluster) -> Image:
-    return extended(image, [package])
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ from typing import Any
 from skyward.context import InstanceInfo
 from skyward.errors import ConfigurationError
 from skyward.plugins import rendezvous
-from skyward.plugins.plugin import Cluster, Plugin, check_installed, extended, requirement
-from skyward.spec import Image
+from skyward.plugins.plugin import Plugin, check_installed, installing, requirement
 
 START_SECONDS = 120.0
 """How long Ray may take to start on a node, or its head to listen."""
@@ -69,14 +68,10 @@ def ray(
     settings = _Settings(secrets.token_hex(32), arguments)
     return (
         Plugin.create("ray")
-        .with_transform(functools.partial(_install, requirement("ray", package, version)))
+        .with_transform(installing([requirement("ray", package, version)]))
         .with_around_process(functools.partial(_in_one_cluster, settings))
         .with_distributed()
     )
-
-
-def _install(package: str, image: Image, _: Cluster) -> Image:
-    return extended(image, [package])
 
 
 def variables(info: InstanceInfo, token: str) -> dict[str, str]:

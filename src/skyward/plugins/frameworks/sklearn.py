@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 
 from skyward.context import InstanceInfo
 from skyward.plugins.frameworks.joblib import on_the_pool
-from skyward.plugins.plugin import Cluster, Plugin, check_installed, extended, requirement
-from skyward.spec import Image
+from skyward.plugins.plugin import Plugin, check_installed, installing, requirement
 
 
 def sklearn(version: str | None = None) -> Plugin:
@@ -21,14 +19,10 @@ def sklearn(version: str | None = None) -> Plugin:
     package = requirement("sklearn", "scikit-learn", "latest" if version is None else version)
     return (
         Plugin.create("sklearn")
-        .with_transform(functools.partial(_install, package))
+        .with_transform(installing([package, "joblib"]))
         .with_around_process(_with_sklearn)
         .with_around_client(on_the_pool)
     )
-
-
-def _install(package: str, image: Image, cluster: Cluster) -> Image:
-    return extended(image, [package, "joblib"])
 
 
 @contextlib.contextmanager
