@@ -54,6 +54,7 @@ from skyward.providers import (
     Remains,
     Request,
     find_provider,
+    moves,
     owner,
 )
 from skyward.providers.local import LocalMachine
@@ -147,6 +148,8 @@ class ProviderSuite:
 
         assert dict(again.describe()) == described
         assert again.name == provider.name
+        if moves(provider):
+            assert dict(provider.arguments_here(described, "")) == described, "on the same machine"
 
     def test_it_is_found_by_its_name(self, provider: Provider) -> None:
         """The provider is in the registry, or registered as an entry point."""
