@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from skyward.device.graphs import operations, recent, runner, sizes
+from skyward.device.graphs import runner, sizes, text
 from skyward.device.graphs.text import (
     CannotShipError,
     Compiled,
@@ -164,7 +164,7 @@ def test_numbers_that_follow_from_sizes_are_kept_for_the_last_ones_only() -> Non
 
 
 def test_what_was_used_last_is_kept() -> None:
-    kept = recent.Recent[str, int](2)
+    kept = sizes.Recent[str, int](2)
     kept.keep("a", 1)
     kept.keep("b", 2)
     assert kept.find("a") == 1
@@ -195,7 +195,7 @@ def test_a_worker_calls_nothing_but_operations(programs: runner.Programs, node: 
 
 @only_in_all
 def test_a_message_that_is_none_costs_the_worker_nothing(device: torch.device) -> None:
-    operations.library()
+    text.shipping_library()
     with pytest.raises(RuntimeError):
         torch.ops.skyward.ship.default(torch.zeros(100, dtype=torch.uint8, device=device))
     assert torch.ones(2, device=device).sum().item() == 2

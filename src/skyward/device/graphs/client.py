@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from skyward.device import operators
-from skyward.device.graphs import operations, promises
+from skyward.device.graphs import promises
 from skyward.device.graphs.promises import Promises, UnknownError
 from skyward.device.graphs.sizes import Following, expression_of
 from skyward.device.graphs.text import (
@@ -26,6 +26,7 @@ from skyward.device.graphs.text import (
     Symbol,
     Writer,
     name_of,
+    shipping_library,
 )
 from skyward.device.library import Core
 from skyward.errors import DeviceError
@@ -94,7 +95,7 @@ class _Shipped:
     ) -> None:
         import torch
 
-        operations.library()
+        shipping_library()
         self._run = torch.ops.skyward.run.default
         self._dropping: Any = None
         self._core = core

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skyward.device.graphs.recent import Recent
-from skyward.device.graphs.sizes import KNOWN_MAX, Following, expression_of, parsed
+from skyward.device.graphs.sizes import KNOWN_MAX, Following, Recent, expression_of, parsed
 
 
 class UnknownError(Exception):

@@ -14,10 +14,15 @@ import msgspec
 import platformdirs
 
 from skyward.device import operators
-from skyward.device.graphs import operations
-from skyward.device.graphs.recent import Recent
-from skyward.device.graphs.sizes import KNOWN_MAX, parsed
-from skyward.device.graphs.text import Compiled, GraphReader, NumberInput, ShippedGraph, TensorInput
+from skyward.device.graphs.sizes import KNOWN_MAX, Recent, parsed
+from skyward.device.graphs.text import (
+    Compiled,
+    GraphReader,
+    NumberInput,
+    ShippedGraph,
+    TensorInput,
+    shipping_library,
+)
 
 UNBOUNDED = 1 << 62
 
@@ -25,7 +30,7 @@ UNBOUNDED = 1 << 62
 def install(device: str) -> Programs:
     """Have this process carry out the operations of graphs, for the device that it serves."""
     programs = Programs(device)
-    library = operations.library()
+    library = shipping_library()
     for name in ("ship", "run", "drop"):
         library.impl(name, getattr(programs, name), "CompositeExplicitAutograd")
     return programs

@@ -1,13 +1,15 @@
-"""Sizes that are not the same in every call: as text, as expressions of symbols, and as numbers."""
+"""Sizes that are not the same in every call: as text, as expressions of symbols, and as numbers.
+
+Of what follows from them, the sizes that were used last are kept.
+"""
 
 from __future__ import annotations
 
 import ast
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from skyward.device.graphs.recent import Recent
+from typing import Any, Generic, TypeVar
 
 FUNCTIONS = ("FloorDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing", "Max", "Min", "Abs")
 """What sizes are computed with, besides the signs of arithmetic."""
@@ -95,3 +97,36 @@ class Following:
         return [
             int(sympy_interp(PythonReferenceAnalysis, values, wanted)) for wanted in self._wanted
         ]
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Key, Value]):
+    """A mapping of at most `limit` entries: it keeps what was used last, and forgets the rest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: OrderedDict[Key, Value] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: Key) -> Value | None:
+        """The value of a key, if it is known; it counts as used."""
+        found = self._entries.get(key)
+        if found is not None:
+            self._entries.move_to_end(key)
+        return found
+
+    def keep(self, key: Key, value: Value) -> Value:
+        """Add an entry, for which the one that was used longest ago may have to go."""
+        self._entries[key] = value
+        if len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
+        return value
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, cast
 
 import msgspec
@@ -29,6 +30,25 @@ FUNCTIONS: dict[str, Any] = {
 }
 """What graphs compute with sizes, besides operations of PyTorch."""
 SYMBOLIC = ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite", "sym_sqrt")
+
+NAMESPACE = "skyward"
+SCHEMAS = (
+    # Gives a graph to the worker, as `text` writes it; returns what the worker made of it.
+    "ship(Tensor message) -> Tensor",
+    # `token` is what `ship` returned: it names the device, also for a graph without inputs.
+    # `generation` counts calls of compiled functions, for CUDA graphs that reuse their memory.
+    "run(Tensor token, int graph, Scalar generation, Tensor[] read, Tensor(a!)[] written, "
+    "int[] numbers) -> Tensor[]",
+    "drop(Tensor token, int graph) -> ()",
+    # Only on the client: tells its core what `run` will return for these numbers, so that nobody
+    # asks the worker. `results` have no memory; without them, the graph is gone.
+    "promise(Tensor[]? results, int graph, int[] numbers) -> ()",
+)
+"""The operations by which a client ships graphs and runs them: both ends know them by name.
+
+To the device's core they are operations like any other: their arguments and results are slots, and
+a call costs one record.
+"""
 
 
 class CannotShipError(Exception):
@@ -411,3 +431,18 @@ def function_of(name: str) -> Callable[..., Any]:
         f"{name} is not known to this worker's PyTorch {torch.__version__}; "
         "import the package that defines it on the worker, or use the client's version there"
     )
+
+
+@cache
+def shipping_library() -> Any:
+    """PyTorch's library of the operations above, which lives as long as the process."""
+    import torch
+
+    made: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+    for schema in SCHEMAS:
+        made.define(schema)
+        # Gradients are AOTAutograd's, which calls these below its own node of the graph.
+        name = schema.partition("(")[0]
+        made.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        made.impl(name, torch.library.fallthrough_kernel, "ADInplaceOrView")
+    return made
