@@ -207,4 +207,4 @@ def test_closing_does_not_wait_for_the_replacement(
         tell(0, "120 spot interruption")
         eventually(lambda: pool.nodes[0].state == "reclaimed")
     with pytest.raises(sky.errors.PoolClosedError):
-        running.result(1)
+        running.result(PATIENCE)

@@ -121,7 +121,7 @@ def test_a_call_that_waits_for_a_node_fails_when_the_pool_ends(how: str) -> None
             with pytest.raises(sky.errors.PoolClosedError, match="time to live of 60 s is over"):
                 future.result(PATIENCE)
     with pytest.raises(sky.errors.PoolClosedError):
-        future.result(1)
+        future.result(PATIENCE)
 
 
 def test_without_calls_nothing_is_started_and_nothing_costs() -> None:

@@ -31,7 +31,7 @@ class Desk:
 
     def __init__(self, side: str) -> None:
         self.sender, receiver = socket.socketpair(socket.AF_UNIX)
-        self.sender.settimeout(5)
+        self.sender.settimeout(100)
         self.channel = Channel(receiver)
         self._inbox = Inbox(64 * MIB)
         self._connection = Connection(self.channel, lambda: None)

@@ -306,7 +306,7 @@ def test_a_cancelled_dial_leaves_no_channel(sshd: Sshd) -> None:
                     if not task.cancelled():
                         task.result().close()
                     with (await asyncio.to_thread(listener.accept))[0] as peer:
-                        peer.settimeout(10)
+                        peer.settimeout(100)
                         assert await asyncio.to_thread(peer.recv, 1) == b""
 
     asyncio.run(scenario())
@@ -391,7 +391,7 @@ def test_a_host_that_hangs_up_at_once_does_no_harm(sshd: Sshd, last_words: bytes
                 peer.sendall(last_words)
 
     def read(end: socket.socket) -> bytes:
-        end.settimeout(10)
+        end.settimeout(100)
         with end:
             return b"".join(iter(lambda: end.recv(99), b""))
 
@@ -415,7 +415,7 @@ def test_destroying_a_machine_ends_its_bridges(sshd: Sshd) -> None:
             end = await machine.dial(endpoint)
             _task.add_done_callback(lambda done: done.exception())
             await machine.destroy()
-            end.settimeout(10)
+            end.settimeout(100)
             with end, contextlib.suppress(ConnectionError):
                 assert await asyncio.to_thread(end.recv, 1) == b""
             assert hosts_held() == 0
