@@ -34,7 +34,7 @@ from skyward.objects import encoding, payloads
 from skyward.objects.encoding import Encoded
 from skyward.objects.handles import opened
 from skyward.staff import Staff
-from skyward.state.link import worker_state
+from skyward.state.link import worker_link
 from skyward.wire.handshake import PEER, connect_peer
 from skyward.wire.line import Line, LineRequest
 from skyward.wire.messages import (
@@ -189,7 +189,7 @@ class ObjectLines:
             return line
         # Without the lock: a process that cannot be reached delays no call of another.
         hello = Hello(place.pool, f"{PEER}-objects", pid=os.getpid())
-        channel = connect_peer(place.endpoints, hello, worker_state.credentials, place.certified)
+        channel = connect_peer(place.endpoints, hello, worker_link.credentials, place.certified)
         with self._lock:
             for each in self._lines.values():
                 # Processes whose objects nobody calls any more may have ended unseen.
@@ -200,7 +200,7 @@ class ObjectLines:
                 # Another thread was faster.
                 channel.close()
                 return line
-            line = self._lines[place.endpoints] = Line(channel, threaded=worker_state.threaded)
+            line = self._lines[place.endpoints] = Line(channel, threaded=worker_link.threaded)
             return line
 
     def note_ended(self, how: int) -> None:
@@ -295,7 +295,7 @@ class HandleCall(LineRequest):
     def _ask_client(self, encoded: Encoded, problem: str) -> Any:
         """Have the client of this task call the object."""
         if context.own_pool is None:
-            if worker_state.credentials is None and "tcp:" in self._handle._place.endpoints:
+            if worker_link.credentials is None and "tcp:" in self._handle._place.endpoints:
                 raise ConfigurationError(
                     f"{self._what} cannot be called from here: over a network, an object is called "
                     "by the client that has made it, and by tasks of its pool; give the handle to "

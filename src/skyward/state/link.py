@@ -216,14 +216,20 @@ class RemoteLink:
         `threaded` and `direct` are those of `StateConnection`; a connection to a socket of this
         machine is direct in any case.
         """
-        self._dial, self._who, self._threaded, self._direct = dial, who, threaded, direct
+        self._dial, self.who, self.threaded, self._direct = dial, who, threaded, direct
+        self._closed = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin without a connection; a process that was forked forgets its parent's."""
         self._process = secrets.token_hex(8)
         self._held: set[tuple[str, int]] = set()
-        """The locks that this process holds, over one connection after the other."""
+        """The locks that this process holds, over one connection to the owner after the other."""
+        self._epoch = ""
+        """Names the owner that has granted them."""
         self._lock = threading.Lock()
         self.connection: StateConnection | None = None
         """May be lost."""
-        self._closed = False
 
     def epoch(self) -> str:
         """Names the owner that is there now; `StateLostError` if there is none."""
@@ -245,14 +251,19 @@ class RemoteLink:
             try:
                 channel = self._dial()
                 direct = self._direct or channel.is_to_a_socket_here
-                self.connection = StateConnection(
-                    channel, self._who, self._threaded, self._process, direct, self._held
+                connection = StateConnection(
+                    channel, self.who, self.threaded, self._process, direct, self._held
                 )
             except StateLostError:
                 raise
             except (OSError, EOFError, SkywardError) as problem:
                 raise StateLostError(str(problem)) from problem
-            return self.connection
+            if connection.epoch != self._epoch:
+                # What another owner has granted is gone with that one.
+                self._held.clear()
+                self._epoch = connection.epoch
+            self.connection = connection
+            return connection
 
     def perform(self, operation: StateOperation, epoch: str) -> Any:
         """The answer of the owner of that epoch; `StateLostError` if it is lost."""
@@ -341,18 +352,13 @@ class LocalLink(Session):
 StateLink = RemoteLink | LocalLink
 
 
-class WorkerState:
-    """The way from a process of a node to the state of its pool."""
+class WorkerLink(RemoteLink):
+    """The link of a process of a node to the state of its pool, wherever the owner is then."""
 
     def __init__(self) -> None:
+        super().__init__(self._reach, "", direct=True)
         self.credentials: Credentials | None = None
         """What this process proves its identity with; None if it is no worker."""
-        self.threaded = True
-        """Whether threads run the tasks of this process."""
-        self._lock = threading.Lock()
-        self._where = ""
-        """Where the owner is that the link leads to."""
-        self._link: RemoteLink | None = None
 
     def prepare(self, credentials: Credentials | None, *, threads: bool) -> None:
         """Set what this process proves its identity with, and whether threads run its tasks.
@@ -362,28 +368,16 @@ class WorkerState:
         """
         self.credentials, self.threaded = credentials, threads
 
-    def link(self) -> StateLink | None:
-        """The link; None if this process belongs to no pool."""
-        link = self._link
-        if link is not None and link.connection is not None and not link.connection.lost:
-            return link
-        if context.VARIABLE not in os.environ:
-            return None
-        return self._follow()
+    @property
+    def leads_anywhere(self) -> bool:
+        """Whether this process belongs to a pool."""
+        connection = self.connection
+        # The environment takes its time.
+        return (connection is not None and not connection.lost) or context.VARIABLE in os.environ
 
-    def _follow(self) -> StateLink:
-        """Go to where the owner is now."""
-        with self._lock:
-            where = context.instance_info().state
-            if self._link is None or where != self._where:
-                old, self._where = self._link, where
-                self._link = RemoteLink(self._dial, _who(), threaded=self.threaded, direct=True)
-                if old is not None:
-                    old.close()
-            return self._link
-
-    def _dial(self) -> Channel:
+    def _reach(self) -> Channel:
         info = _await_owner()
+        self.who = f"worker {info.worker} of node {info.node} (process {os.getpid()})"
         hello = Hello(info.job_id, f"{PEER}-service-state", pid=os.getpid())
         try:
             return connect_peer(info.state, hello, self.credentials, node_name(info.job_id, OWNER))
@@ -391,14 +385,9 @@ class WorkerState:
             why = f" ({problem})" if str(problem) else ""
             raise StateLostError(f"node {OWNER}, which has it, does not answer{why}") from problem
 
-    def forked(self) -> None:
-        """Forget the connection of the parent process; the child makes its own."""
-        self._lock = threading.Lock()
-        self._link, self._where = None, ""
 
-
-worker_state = WorkerState()
-os.register_at_fork(after_in_child=worker_state.forked)
+worker_link = WorkerLink()
+os.register_at_fork(after_in_child=worker_link.begin)
 _local = LocalLink()
 
 
@@ -406,12 +395,12 @@ def link_for(on: Any) -> StateLink:
     """The way to the state of `on`, or of the current pool; that of this process if it has none."""
     if on is not None and not hasattr(on, "state_link"):
         raise ConfigurationError(f"on={on!r} has no shared state; give a sky.Compute")
-    target: Any = on or functions.current.get() or next(reversed(functions.active), None)
+    target: Any = on
+    if on is None:
+        target = functions.current.get() or next(reversed(functions.active), None)
     if target is None:
-        # Before a script's pool, which is looked for in the environment: that takes its time.
-        own = worker_state.link()
-        if own is not None:
-            return own
+        if worker_link.leads_anywhere:
+            return worker_link
         target = functions.active_compute()
         if target is None:
             return _local
@@ -432,11 +421,6 @@ def _await_owner() -> context.InstanceInfo:
             raise StateLostError(f"node {OWNER}, which has it, is not there")
         time.sleep(0.05)
     return info
-
-
-def _who() -> str:
-    info = context.instance_info()
-    return f"worker {info.worker} of node {info.node} (process {os.getpid()})"
 
 
 def worker_count(on: Any) -> int:

@@ -28,7 +28,7 @@ from skyward.objects.encoding import Encoded
 from skyward.objects.kept import ResultBook
 from skyward.objects.payloads import Pieces
 from skyward.plugins import rendezvous
-from skyward.state.link import worker_state
+from skyward.state.link import worker_link
 from skyward.wire import messages
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
@@ -808,7 +808,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     executor = Executor(config)
     credentials = Credentials(*config.credentials) if config.credentials else None
-    worker_state.prepare(credentials, threads=bool(config.threads))
+    worker_link.prepare(credentials, threads=bool(config.threads))
     context.own_pool = executor._nested_pool
     is_head = config.node == config.worker == config.slot == 0
     port = rendezvous.reserve() if is_head else 0
