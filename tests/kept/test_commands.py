@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -222,7 +221,7 @@ def test_a_client_with_an_imported_record_does_not_undo_down(
     bench: str, home: Path, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "bench.key"
-    run("attach", bench, "--export", str(file))
+    file.write_bytes(records.encode(records.read(bench)))
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SKYWARD_STATE", str(tmp_path / "elsewhere"))
         run("attach", "--import", str(file))
@@ -274,12 +273,12 @@ def test_a_pool_is_stopped_and_started_again(bench: str, script: Script) -> None
         assert pid() >> compute
 
 
-def test_the_record_moves_to_another_home_and_is_a_key(
+def test_a_record_moves_to_another_home_on_the_machine_of_the_pool(
     bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "bench.key"
-    assert "a key" in run("attach", bench, "--export", str(file)).output
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert "processes of this machine" in run("attach", bench, "--export", str(file), code=1).stderr
+    file.write_bytes(records.encode(records.read(bench)))
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SKYWARD_STATE", str(tmp_path / "elsewhere"))
         run("attach", "--import", str(file))

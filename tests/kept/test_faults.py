@@ -117,7 +117,7 @@ def test_a_node_that_clients_on_two_machines_have_lost_is_started_once(
 ) -> None:
     """Each has a record of its own, and locks that the other does not see."""
     file = str(tmp_path / "bench.key")
-    assert CliRunner().invoke(command, ["attach", bench, "--export", file]).exit_code == 0
+    Path(file).write_bytes(records.encode(records.read(bench)))
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SKYWARD_STATE", str(tmp_path / "elsewhere"))
         assert CliRunner().invoke(command, ["attach", "--import", file]).exit_code == 0
