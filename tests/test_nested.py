@@ -494,7 +494,7 @@ def test_cancelling_a_task_cancels_those_it_waits_for(
     eventually((tmp_path / "begun").exists)
     cancelled, died = compute.stats().cancelled, compute.stats().workers_died
     future.cancel()
-    eventually(lambda: not compute._open_fleet.dispatcher.running())
+    eventually(lambda: not any(lane.tasks for lane in compute._open_fleet.dispatcher.lanes))
     eventually(lambda: compute.stats().cancelled == cancelled + 2)
     assert compute.stats().workers_died == died, "a wait did not end by itself"
     assert through_another(1) >> compute == 2
@@ -520,7 +520,7 @@ def test_cancelling_a_task_ends_the_generator_that_it_reads(
     wait_for(tmp_path / "begun")
     died = compute.stats().workers_died
     future.cancel()
-    eventually(lambda: not compute._open_fleet.dispatcher.running())
+    eventually(lambda: not any(lane.tasks for lane in compute._open_fleet.dispatcher.lanes))
     assert not (tmp_path / "ended").exists(), "the task saw a stream that ended by itself"
     assert compute.stats().workers_died == died
 
@@ -542,7 +542,7 @@ def test_a_task_that_computes_between_two_results_can_be_cancelled(
     wait_for(begun)
     died = threads.stats().workers_died
     future.cancel()
-    eventually(lambda: not threads._open_fleet.dispatcher.running())
+    eventually(lambda: not any(lane.tasks for lane in threads._open_fleet.dispatcher.lanes))
     assert threads.stats().workers_died == died
 
 
@@ -591,7 +591,7 @@ def test_a_task_that_opens_more_generators_than_there_are_workers_fails(
         sky.errors.DeadlockError, match="counts_up would wait for ever for a worker"
     ):
         opens(4) >> pool
-    eventually(lambda: not pool._open_fleet.dispatcher.running())
+    eventually(lambda: not any(lane.tasks for lane in pool._open_fleet.dispatcher.lanes))
 
 
 def test_broadcasts_of_tasks_do_not_keep_failures_from_them() -> None:
@@ -649,7 +649,7 @@ def test_a_task_that_dies_leaves_no_task_behind(
 
     with pytest.raises(sky.WorkerDiedError):
         dies(tmp_path / "begun", tmp_path / "never") >> pool
-    eventually(lambda: not pool._open_fleet.dispatcher.running())
+    eventually(lambda: not any(lane.tasks for lane in pool._open_fleet.dispatcher.lanes))
 
 
 def test_a_task_that_returns_lets_others_go_on(pool: sky.Compute, tmp_path: Path) -> None:
@@ -934,7 +934,7 @@ def test_calls_of_an_object_with_its_own_place_run_one_by_one(
     stuck = progress.waits.submit(tmp_path / "begun again", tmp_path / "never")
     wait_for(tmp_path / "begun again")
     stuck.cancel()
-    eventually(lambda: not pool._open_fleet.dispatcher.running())
+    eventually(lambda: not any(lane.tasks for lane in pool._open_fleet.dispatcher.lanes))
 
 
 def test_one_object_with_its_own_place_in_every_worker(pool: sky.Compute) -> None:

@@ -73,7 +73,7 @@ from skyward.wire.messages import (
     Usage,
     Written,
 )
-from skyward.worker.config import AgentConfig
+from skyward.worker.config import STALLED_SECONDS, AgentConfig
 
 BEATS_BETWEEN_COSTS = 20
 """How many beats lie between two events of the cost: 10 s."""
@@ -89,8 +89,6 @@ PART_SECONDS = 20.0
 """How long idle executors of a kept pool have to part from a client: they answer at once,
 but on a busy machine their processors may be taken for seconds, and to replace them costs more."""
 PART_LOOK_SECONDS = 0.005
-STALLED_SECONDS = 2.0
-"""After so long between two beats, this process itself stood still: a machine that slept, say."""
 SWEEP_SECONDS = 180.0
 """How long a provider may take to remove what a pool has besides machines."""
 LEFT = "its client left the pool, which is kept; wait for results before you leave"

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+STALLED_SECONDS = 2.0
+"""After so long between two looks at who is there, the looking process itself stood still, and
+could hear nobody: a machine that slept, say. An agent and its client both forgive as much."""
+
 
 class AgentConfig(msgspec.Struct):
     """Everything a node needs to know, sent to the agent on its standard input."""

@@ -19,15 +19,13 @@ from typing import Any
 from skyward.errors import ProtocolError
 from skyward.wire.channel import Channel
 from skyward.wire.messages import Members, Message
-from skyward.worker.config import AgentConfig
+from skyward.worker.config import STALLED_SECONDS, AgentConfig
 from skyward.worker.devices import DeviceProcesses, NodeDevices
 from skyward.worker.node_log import NodeLog, Visits
 from skyward.worker.supervision import ExecutorProcess, ExecutorProcesses
 
 CHOSEN_SECONDS = 30.0
 """How long a client may take from choosing a tenant to connecting."""
-STALLED_SECONDS = 2.0
-"""After so long between two looks, this process itself stood still, and could hear nobody."""
 KEEP_SECONDS = 10.0
 """How long a second client waits for the first one's word that the pool is kept.
 
