@@ -241,6 +241,6 @@ def test_a_record_that_is_here_is_not_replaced(user: User) -> None:
     record = record_of("ray", sky.Ray("http://head:8265").describe())
     records.write(record)
     file = msgspec.json.encode(record)
-    with pytest.raises(sky.errors.ConfigurationError, match="a pool called 'bench' stays already"):
+    with pytest.raises(sky.errors.ConfigurationError, match="'bench' is kept already"):
         imported(file, "file")
     assert records.read("bench") == record
