@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
-from skyward import listeners
 from skyward.events import (
     NAMES,
     CallCancelled,
@@ -23,6 +22,7 @@ from skyward.events import (
     CallSubmitted,
     DeviceEvent,
     Event,
+    EventListener,
     EventsDropped,
     EventStream,
     NodeEvent,
@@ -36,7 +36,6 @@ from skyward.events import (
     Transferred,
     as_dict,
 )
-from skyward.listeners import EventListener
 
 
 @sky.function
@@ -160,7 +159,7 @@ def test_a_failing_callback_is_reported_once_and_breaks_nothing(
 def test_a_slow_listener_misses_events_and_is_told_how_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(listeners, "WAITING_MOST", 10)
+    monkeypatch.setattr("skyward.events.WAITING_MOST", 10)
     busy, go = threading.Event(), threading.Event()
     seen: list[Event] = []
     notes: list[str] = []

@@ -28,8 +28,7 @@ import skyward as sky
 from skyward import functions, listeners
 from skyward.calls.dispatch import CallTeller
 from skyward.compute import PoolListeners
-from skyward.events import Event, EventStream, NumbersLogged, as_dict
-from skyward.listeners import Curve, Curves
+from skyward.events import Curve, Curves, Event, EventStream, NumbersLogged, as_dict
 from skyward.wire import messages
 from skyward.wire.frames import META_LIMIT
 from skyward.wire.messages import Logged

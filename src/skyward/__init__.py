@@ -148,7 +148,7 @@ _MOVED = {
     "RemoteClass": "classes",
     "Results": "calls.flow",
     "Stacks": "nodes.stacks",
-    "Stats": "compute.stats",
+    "Stats": "compute",
     "Synced": "files.transfer",
 }
 """Names that were here, and the modules that have them; all errors but the common ones, too."""

@@ -865,7 +865,7 @@ def log(
         take(numbers, step)
     elif sys.modules.keys() & {"wandb", "mlflow"}:
         # Imported here: a worker never needs it.
-        from skyward.listeners import track_outside
+        from skyward.events import track_outside
 
         track_outside(numbers, step)
 

@@ -67,13 +67,15 @@ from skyward.events import (
     CallRetried,
     CallStarted,
     CallSubmitted,
+    Curves,
     EventStream,
     NumbersLogged,
     OutputWritten,
+    Place,
+    Tracking,
     Transferred,
 )
 from skyward.functions import Function, Future, Pending
-from skyward.listeners import Curves, Place, Tracking
 from skyward.objects.exceptions import add_note
 from skyward.objects.payloads import Pieces
 from skyward.spec import Options
@@ -131,6 +133,14 @@ class Counts:
     bytes_sent: int = 0
     bytes_received: int = 0
     started: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.succeeded} of {self.submitted} calls succeeded"
+            + (f", {self.failed} failed" if self.failed else "")
+            + (f", {self.cancelled} cancelled" if self.cancelled else "")
+            + f" in {time.monotonic() - self.started:.1f} s"
+        )
 
 
 class Dispatcher:

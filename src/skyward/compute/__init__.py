@@ -46,7 +46,6 @@ from skyward.compute.kept_values import KeptValue, KeptValues, check_name
 from skyward.compute.named import NamedCall, NamedCalls
 from skyward.compute.objects import make, make_everywhere, make_later
 from skyward.compute.snapshot import snapshot, unstarted
-from skyward.compute.stats import Stats, done, quoted, readiness, stats_of, without_end
 from skyward.console import console_for
 from skyward.console.plain import Quiet
 from skyward.context import POOL_VARIABLE
@@ -60,12 +59,11 @@ from skyward.errors import (
     UnavailableError,
     UnreachableError,
 )
-from skyward.events import Event, PoolClosed, PoolReady, PoolStarted
+from skyward.events import Event, EventListener, PoolClosed, PoolReady, PoolStarted, json_log
 from skyward.files.transfer import Synced
 from skyward.former import METHODS, explained, missing
 from skyward.functions import Function, Future, Pending, as_function, checked
 from skyward.groups import InstanceGroup
-from skyward.listeners import EventListener, json_log
 from skyward.nodes import records
 from skyward.nodes.cleanup import REMOVE_SECONDS, Cleaned, halt
 from skyward.nodes.fleet import Fleet, NodeUsage
@@ -77,7 +75,15 @@ from skyward.nodes.spec import PoolSpec
 from skyward.nodes.stacks import Stacks
 from skyward.page.door import door
 from skyward.plugins.plugin import Plugin, entered
-from skyward.providers import AllocationKind, Provider, Stopper, providers_with, stops
+from skyward.providers import (
+    AllocationKind,
+    Provider,
+    Stopper,
+    money,
+    providers_with,
+    sells,
+    stops,
+)
 from skyward.spec import Image, Nodes, Options, Project, Volume, Worker
 from skyward.state.link import StateLink
 
@@ -106,6 +112,26 @@ entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
 
 
 @explained
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a pool has done so far; the bytes are those that went through executors' sockets."""
+
+    submitted: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    retried: int
+    workers_died: int
+    nodes_lost: int
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+    cost: float | None
+    """What the pool's machines have cost so far, in US dollars; None if a price is unknown."""
+    hourly_cost: float | None
+    """What the machines that are there now cost in an hour."""
+
+
 class Compute:
     """A set of machines to run functions on.
 
@@ -423,7 +449,7 @@ class Compute:
         count = spec.nodes.desired if adoption is None else len(adoption.machines)
         self._listeners = PoolListeners(fleet, self._on_event, attached=not is_new)
         fleet.events.emit(PoolStarted, spec.provider.name, count)
-        doing = f"starting {quoted(spec)}" if is_new else "attaching"
+        doing = f"starting {_quoted(spec)}" if is_new else "attaching"
         console.begin(f"{spec.name}: {doing}", count)
         for note in spec.notes if is_new else ():
             self._note(note)
@@ -431,10 +457,10 @@ class Compute:
         self._enter_plugins()
         if spec.keep is not None and is_new:
             fleet.keep()
-            if warning := without_end(spec, fleet.ledger.hourly_cost):
+            if warning := _without_end(spec, fleet.ledger.hourly_cost):
                 console.note(warning)
         seconds, there = time.monotonic() - started, sum(node.joined for node in fleet.nodes)
-        ready = readiness(there, spec.nodes, seconds, fleet.ledger.hourly_cost)
+        ready = _readiness(there, spec.nodes, seconds, fleet.ledger.hourly_cost)
         fleet.events.emit(PoolReady, there, seconds)
         console.ready(f"{spec.name}: {ready}")
         # The block's output must follow this line, and not disturb a display that is redrawn.
@@ -505,7 +531,7 @@ class Compute:
         receipt = fleet.ledger.receipt()
         if self._was_ready:
             counts = fleet.dispatcher.counts
-            calls = done(counts) if counts.submitted else ""
+            calls = str(counts) if counts.submitted else ""
             parts = [each for each in (calls, receipt, kept) if each]
             return f"{self.name}: {'; '.join(parts) or 'closed'}"
         return f"{self.name}: did not start; {receipt}" if receipt else ""
@@ -915,7 +941,23 @@ class Compute:
 
         >>> compute.stats().succeeded
         """
-        return stats_of(self._open_fleet)
+        fleet = self._open_fleet
+        counts = fleet.dispatcher.counts
+        sent, received = fleet.dispatcher.traffic()
+        return Stats(
+            counts.submitted,
+            counts.succeeded,
+            counts.failed,
+            counts.cancelled,
+            counts.retried,
+            counts.workers_died,
+            counts.nodes_lost,
+            sent,
+            received,
+            time.monotonic() - counts.started,
+            fleet.ledger.cost,
+            fleet.ledger.hourly_cost,
+        )
 
     def usage(self, node: int = 0) -> NodeUsage | None:
         """How busy a node is: processors, memory and GPUs; None if it does not answer now.
@@ -1242,3 +1284,48 @@ async def _remove_others(provider: Stopper, pool: str, nodes: list[int]) -> None
 def _journalled(journal: Journal, record: KeptPool) -> PoolRecord | None:
     found = (each for each, kept in recorded_pools(journal) if kept and kept.id == record.id)
     return next(found, None)
+
+
+# What is said of a start.
+
+
+def _quoted(spec: PoolSpec) -> str:
+    """What a pool starts with, and its price if that costs money; may ask the provider.
+
+    Raises `UnavailableError` if a provider that sells machines does not answer.
+    """
+    count, provider = spec.nodes.desired, spec.provider
+    if not sells(provider):
+        return f"{_in_nodes(count)} ({type(provider).__name__.lower()})"
+    first = next(iter(provider.offers(spec.request)), None)
+    if first is None:
+        return f"{_in_nodes(count)} ({provider.name}); no offer fulfils the request"
+    return first.of(count) if count else f"{_in_nodes(count)}; each will be {first}"
+
+
+def _readiness(there: int, nodes: Nodes, seconds: float, price: float | None) -> str:
+    """How many of a pool's nodes are ready, after how long, and what they cost in an hour."""
+    if not nodes.desired:
+        return f"no nodes yet, up to {nodes.ceiling} when calls come"
+    ready, more = _in_nodes(nodes.desired), ""
+    if there != nodes.desired:
+        ready, more = f"{there} of {ready}", "; it goes on with the others"
+    cost = f", {money(price)} an hour" if price else ""
+    return f"{ready} ready in {seconds:.1f} s{cost}{more}"
+
+
+def _without_end(spec: PoolSpec, price: float | None) -> str:
+    """The warning that a kept pool costs money with no end in sight; empty if it does not."""
+    if spec.keep != 0 or spec.request.ttl is not None or not sells(spec.provider):
+        return ""
+    cost = "an unknown price" if price is None else f"{money(price)} an hour"
+    return (
+        f"{spec.name} is kept until `sky down {spec.name}`, at {cost}; ttl=SECONDS ends it in any "
+        "case, keep=SECONDS when nobody uses it for so long"
+    )
+
+
+def _in_nodes(count: int) -> str:
+    if not count:
+        return "with no nodes"
+    return f"{count} node{'s' if count != 1 else ''}"

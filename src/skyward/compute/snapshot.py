@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from skyward.compute.stats import done
 from skyward.console import html
 from skyward.console.measures import of_size, size
 from skyward.nodes.fleet import Fleet, NodeUsage
@@ -101,7 +100,7 @@ def _numbers(fleet: Fleet) -> str:
     sent, received = fleet.dispatcher.traffic()
     counts = fleet.dispatcher.counts
     # A pool of which only devices are used makes no calls.
-    parts = [done(counts)] if counts.submitted else []
+    parts = [str(counts)] if counts.submitted else []
     parts.append(f"{size(sent)} sent, {size(received)} received")
     cost, hourly = fleet.ledger.cost, fleet.ledger.hourly_cost
     if cost:

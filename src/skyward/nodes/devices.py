@@ -414,7 +414,8 @@ class PoolDevices:
             for _, _, index in self._lost:
                 recoveries.forget(index)
                 core().give_up_index(index)
-        processors.give_back()
+        if devices or self._lost:
+            processors.give_back()
 
     # The way to a node.
 

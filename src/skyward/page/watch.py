@@ -29,6 +29,7 @@ from skyward.events import (
     DeviceClosed,
     DeviceOpened,
     Event,
+    News,
     NodeChanged,
     NodeEvent,
     NodeFailed,
@@ -37,10 +38,10 @@ from skyward.events import (
     NodeStarting,
     NodeStopped,
     OutputWritten,
+    Told,
     as_dict,
     in_json,
 )
-from skyward.listeners import News, Told
 from skyward.nodes import records
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.kept import ReachedPool
