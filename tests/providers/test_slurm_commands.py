@@ -401,14 +401,6 @@ def test_a_login_node_is_named_as_for_ssh() -> None:
     assert provider._ssh == sky.SSH(["me@cluster"])
 
 
-def test_a_volume_is_elsewhere_only_in_a_container() -> None:
-    asked = request(volumes=(Volume("/scratch", "/data"),))
-
-    sky.Slurm(container="x").check(asked)
-    with pytest.raises(sky.errors.ConfigurationError, match="or give container="):
-        sky.Slurm().check(asked)
-
-
 def test_the_variables_of_a_job_of_ones_own_are_not_passed_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import sys
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -19,6 +22,7 @@ from skyward.store import manifest
 from skyward.store.address import open_files
 from skyward.store.catalog import Catalog
 from skyward.store.places import Files
+from skyward.store.remote import FsspecFiles
 
 PLACES = ["folder", "file URL", "server", "memory", "renaming", "s3"]
 
@@ -321,6 +325,26 @@ def test_a_store_works_there(url: str) -> None:
     store.delete("tuned")
     store.gc(older_than=-60)
     assert open_files(url, None, durable=False).list("objects") == []
+
+
+def test_one_thread_at_a_time_makes_a_file_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filesystem looks whether the file is there, and then writes it."""
+    memory = fsspec.filesystem("memory")
+    both, pipe, inside = threading.Barrier(2), type(memory).pipe_file, [0, 0]
+
+    def noted(fs: object, path: str, value: bytes, **options: object) -> None:
+        inside[0] += 1
+        inside[1] = max(inside)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        pipe(fs, path, value, **options)
+        inside[0] -= 1
+
+    monkeypatch.setattr(type(memory), "pipe_file", noted)
+    files = FsspecFiles(memory, f"/{uuid.uuid4().hex}", "memory://")
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda name: files.create(name, b"data"), ("one", "other")))
+    assert inside == [0, 1]
 
 
 def test_concurrent_writers_get_versions_of_their_own(url: str) -> None:

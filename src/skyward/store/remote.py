@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,9 @@ _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci
 _EXCLUSIVE = _WHOLE | {"memory"}
 """Filesystems where `pipe_file(mode="create")` makes a whole file, for one writer only."""
 
+_memory = threading.Lock()
+"""The memory's own "create" looks first and writes afterwards, and threads may do both at once."""
+
 _TIMES = ("LastModified", "mtime", "last_modified", "updated", "created")
 
 
@@ -36,6 +40,7 @@ class FsspecFiles(Files):
         protocols = [fs.protocol] if isinstance(fs.protocol, str) else fs.protocol
         self._appears_whole = bool(_WHOLE & set(protocols))
         self._exclusive = bool(_EXCLUSIVE & set(protocols))
+        self._turn = _memory if "memory" in protocols else contextlib.nullcontext()
 
     def read(self, path: str, start: int, length: int) -> bytes:
         with self._reported("reading", path):
@@ -83,7 +88,8 @@ class FsspecFiles(Files):
             else:
                 self._make_folder(path)
                 try:
-                    self._fs.pipe_file(self._path(path), data, mode="create")
+                    with self._turn:
+                        self._fs.pipe_file(self._path(path), data, mode="create")
                 except FileExistsError:
                     pass
                 except OSError as problem:
