@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward as sky
-from skyward import functions, listeners
+from skyward import events, functions
 from skyward.calls.dispatch import CallTeller
 from skyward.compute import PoolListeners
 from skyward.events import Curve, Curves, Event, EventStream, NumbersLogged, as_dict
@@ -274,7 +274,7 @@ def test_a_curve_of_any_length_is_drawn_whole(length: int) -> None:
     for step in range(length):
         curve.add(step, step / 2)
     steps = [step for step, _ in curve.points]
-    assert len(steps) <= listeners.POINTS
+    assert len(steps) <= events.POINTS
     assert steps == list(range(0, length, curve.stride))
     assert curve.last == (length - 1, (length - 1) / 2)
 
@@ -293,13 +293,13 @@ def test_what_is_told_in_parts_is_the_curve(parts: list[int]) -> None:
 
 def test_a_pool_keeps_so_many_curves_and_still_counts_the_others() -> None:
     every = Curves()
-    for number in range(3 * listeners.CURVES):
+    for number in range(3 * events.CURVES):
         every.add(None, {f"curve {number}": 1}, None)
-    for name in ("curve 0", f"curve {3 * listeners.CURVES - 1}"):
+    for name in ("curve 0", f"curve {3 * events.CURVES - 1}"):
         assert [every.add(None, {name: 1}, None) for _ in range(3)] == [1, 2, 3]
     assert [every.add((0, worker), {"loss": 1}, None) for worker in (0, 1, 0)] == [0, 0, 1]
-    assert len(every.news({})) == listeners.CURVES
-    assert every.left_out == 2 * listeners.CURVES + 2
+    assert len(every.news({})) == events.CURVES
+    assert every.left_out == 2 * events.CURVES + 2
 
 
 def test_json_has_values_that_are_no_numbers_as_text() -> None:
@@ -361,7 +361,7 @@ def test_outside_of_a_pool_a_run_that_fails_is_reported_once_and_breaks_nothing(
 ) -> None:
     run = Run()
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))  # type: ignore[arg-type]
-    monkeypatch.setattr(listeners, "_failed", set())
+    monkeypatch.setattr(events, "_failed", set())
     for _ in range(2):
         sky.log(bad=1)
     sky.log(good=1)
@@ -416,17 +416,17 @@ def test_the_client_does_not_wait_and_numbers_go_to_the_run_of_their_time(
 def test_a_tracker_that_hangs_is_waited_for_once_until_it_goes_on(
     monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
-    monkeypatch.setattr(listeners, "PATIENCE", 0.01)
+    monkeypatch.setattr(events, "PATIENCE", 0.01)
     store, notes = Store(monkeypatch), []  # type: ignore[var-annotated]
     store.active = "run"
-    tracking = listeners.Tracking(notes.append)
+    tracking = events.Tracking(notes.append)
     event = NumbersLogged(1.0, "p", 3, {"loss": 1}, None, None, 0, "", None)
     tracking.take([event])
     tracking.drain()
     assert notes == [
         "MLflow hangs: it has taken nothing for 0.01 s, and nobody waits for it until it goes on"
     ]
-    monkeypatch.setattr(listeners, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(events, "PATIENCE", PATIENCE)
     tracking.take([event])
     # Without a wait: nothing else lets the store go on.
     tracking.drain()

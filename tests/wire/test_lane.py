@@ -149,12 +149,14 @@ def test_tasks_sent_ahead_to_an_executor_that_is_lost_keep_their_order() -> None
     loop: Any = SimpleNamespace(after_each_round=lambda action: None)
     console: Any = SimpleNamespace(note=print)
     packer = Packer(encrypted=True, relayed=False)
+    prospects = Prospects(grouped=False)
+    prospects.expect(0)
     nothing: Any = None
     dispatcher = Dispatcher(
         loop,
         console,
         packer,
-        Prospects(grouped=False),
+        prospects,
         EventStream(),
         Options(),
         nothing,

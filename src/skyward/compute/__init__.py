@@ -111,7 +111,6 @@ entered_computes: weakref.WeakSet[Compute] = weakref.WeakSet()
 """Every `Compute` of this process that is entered and not closed."""
 
 
-@explained
 @dataclass(frozen=True, slots=True)
 class Stats:
     """What a pool has done so far; the bytes are those that went through executors' sockets."""
@@ -132,6 +131,7 @@ class Stats:
     """What the machines that are there now cost in an hour."""
 
 
+@explained
 class Compute:
     """A set of machines to run functions on.
 
