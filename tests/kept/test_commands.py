@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 import skyward as sky
 from skyward.cli.main import sky as command
-from skyward.compute.stats import without_end
+from skyward.compute import without_end
 from skyward.nodes import records
 from skyward.nodes.records import Journal
 from skyward.providers import Capabilities

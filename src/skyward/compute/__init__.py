@@ -457,7 +457,7 @@ class Compute:
         self._enter_plugins()
         if spec.keep is not None and is_new:
             fleet.keep()
-            if warning := _without_end(spec, fleet.ledger.hourly_cost):
+            if warning := without_end(spec, fleet.ledger.hourly_cost):
                 console.note(warning)
         seconds, there = time.monotonic() - started, sum(node.joined for node in fleet.nodes)
         ready = _readiness(there, spec.nodes, seconds, fleet.ledger.hourly_cost)
@@ -1314,7 +1314,7 @@ def _readiness(there: int, nodes: Nodes, seconds: float, price: float | None) ->
     return f"{ready} ready in {seconds:.1f} s{cost}{more}"
 
 
-def _without_end(spec: PoolSpec, price: float | None) -> str:
+def without_end(spec: PoolSpec, price: float | None) -> str:
     """The warning that a kept pool costs money with no end in sight; empty if it does not."""
     if spec.keep != 0 or spec.request.ttl is not None or not sells(spec.provider):
         return ""
