@@ -17,7 +17,7 @@ from ..conftest import PATIENCE
 from .conftest import QUIET
 
 
-def test_a_pool_that_stays_is_asked_and_completed(home: Path) -> None:
+def test_a_kept_pool_is_asked_and_completed(home: Path) -> None:
     with sky.Compute(name="asked", keep=True, options=QUIET):
         pass
     agent = records.read("asked").nodes[0].pid

@@ -230,7 +230,7 @@ class Shared(Thousand):
         return self.told(hello, pool, changes)
 
 
-def test_a_pool_that_stays_shows_whose_calls_and_jobs_there_are(chromium: Chromium) -> None:
+def test_a_kept_pool_shows_whose_calls_and_jobs_there_are(chromium: Chromium) -> None:
     server = PageServer(Shared())
     try:
         chromium.open(server.url)

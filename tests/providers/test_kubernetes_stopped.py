@@ -242,7 +242,7 @@ def test_a_stopped_pool_has_no_deadline_and_its_ttl_counts_from_the_next_start(
     assert cluster.deadlines[1:] == [again]
 
 
-def test_a_container_of_a_pool_that_stays_outlives_the_stop_of_the_slowest_agent() -> None:
+def test_a_container_of_a_kept_pool_outlives_the_stop_of_the_slowest_agent() -> None:
     def main(request: Request) -> str:
         made = manifests.job("sky-a", "a", Pod("busybox"), request, [0, 1])
         command = made["spec"]["template"]["spec"]["containers"][0]["command"]

@@ -362,7 +362,7 @@ class TestGc:
         (tmp_path / "AWS_CONFIG_FILE").write_text("[default]\n")
         assert "passed over: aws: AWS(): no region" in sky_command("gc").stderr
 
-    def test_a_record_that_cannot_be_read_may_be_that_of_a_pool_that_stays(
+    def test_a_record_that_cannot_be_read_may_be_that_of_a_kept_pool(
         self, shop: Shop, nothing_left: None
     ) -> None:
         leave(shop, "p1")
