@@ -52,6 +52,10 @@ class Door:
         """Give the next peers little time; a friend has enough again."""
         self.listener._seconds = SECONDS
 
+    def deadline_set(self) -> bool:
+        """Whether the peer at the door has its deadline: a friend's is another."""
+        return any(end.gettimeout() is not None for end in list(self.listener._unproven.values()))
+
     def credentials(self, name: str = "client") -> Credentials | None:
         return self.authority.issue(name) if self.authority else None
 
@@ -172,6 +176,7 @@ def test_a_peer_that_trickles_is_dropped_at_the_deadline_and_blocks_nobody(
 ) -> None:
     door.hurry()
     end = door.proven()
+    eventually(door.deadline_set, SECONDS + 60, "a deadline for the slow peer")
     slow = hostile.framed(Hello(POOL, "data", session="x" * 2000))
     started = time.monotonic()
     stop = threading.Event()
