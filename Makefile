@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints-dev.txt)
 CLANG_FORMAT := $(BIN)/python -c 'import clang_format; clang_format.clang_format()'
-CPP    := $(wildcard src/skyward/device/csrc/*/*.cpp src/skyward/device/csrc/*/*.h bench/*.cpp tools/*.h)
+CPP    := $(wildcard src/skyward/wire/csrc/*.cpp src/skyward/wire/csrc/*.h src/skyward/device/csrc/*/*.cpp src/skyward/device/csrc/*/*.h bench/*.cpp tools/*.h)
 # Options for the one call that installs torch, for example an index of CPU builds.
 TORCH_PIP_ARGS ?=
 

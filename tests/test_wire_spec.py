@@ -14,10 +14,10 @@ import pytest
 
 from skyward.calls import relays
 from skyward.calls import streams as pool_streams
-from skyward.device import carrier, peers, pump
+from skyward.device import meeting, peers
 from skyward.nodes import node
 from skyward.objects import memory
-from skyward.wire import frames, handshake, listener, messages
+from skyward.wire import frames, handshake, listener, messages, native
 from skyward.wire.link import incoming, large, outgoing, pair
 from skyward.worker import arrivals, relay
 from skyward.worker import streams as worker_streams
@@ -130,23 +130,35 @@ def core_size(name: str, source_name: str = "wire/stripes.h") -> int:
 def test_the_links_of_a_device_are_as_described() -> None:
     links = PAGE.partition("*Links of a device.*")[2].partition("\n\n")[0]
     for words in (
-        f"every {pump.BEAT_SECONDS:g} s",
-        f"{pump.BACKLOGS['device-ops'] >> 20} MiB for `device-ops`",
-        f"{pump.BACKLOGS['device-bulk'] >> 20} MiB for `device-bulk`",
-        f"after {pump.SILENCE_SECONDS:g} s without a record",
+        f"every {native.BEAT_SECONDS:g} s",
+        f"{meeting.BACKLOGS['device-ops'] >> 20} MiB for `device-ops`",
+        f"{meeting.BACKLOGS['device-bulk'] >> 20} MiB for `device-bulk`",
+        f"after {native.SILENCE_SECONDS:g} s without a record",
         f"{core_size('kLong') >> 20} MiB and more are cut",
-        f"into stripes of {core_size('kStripe') >> 10} KiB",
+        f"into stripes of {core_size('uint64_t stripe') >> 10} KiB",
     ):
         assert words in links
+
+
+def test_the_native_core_of_links_has_the_same_numbers() -> None:
+    source = (SOURCES / "wire/csrc/link.cpp").read_text()
+    seconds = dict(re.findall(r"constexpr auto k(\w+) = std::chrono::seconds\((\d+)\);", source))
+    assert float(seconds["Beat"]) == native.BEAT_SECONDS
+    assert float(seconds["Silence"]) == native.SILENCE_SECONDS
+    assert float(seconds["LastWords"]) == pair.LAST_WORDS_SECONDS
+    assert core_size("kPartMost", "../../wire/csrc/link.cpp") == pair.RECORD_MAX
+    assert core_size("kCountEvery", "../../wire/csrc/link.cpp") == incoming.COUNT_EVERY
+    assert f"kStripeBit = {pair.STRIPE_BIT};" in source
+    assert f"kTlsOverhead = {pair.TLS_OVERHEAD};" in source
 
 
 def test_the_links_between_devices_are_as_described() -> None:
     links = PAGE.partition("*Links between devices.*")[2].partition("\n\n")[0]
     for words in (
-        f"fewer than {core_size('kLong', 'worker/peers.cpp') >> 20} MiB",
-        f"pieces of {core_size('kPiece', 'worker/carriers.h') >> 10} KiB",
+        f"fewer than {core_size('kLong') >> 20} MiB",
+        f"pieces of {core_size('kPiece', 'worker/peers.cpp') >> 10} KiB",
         f"over the other {peers.CARRIERS} connections",
-        f"at most\n{carrier.EARLY_MAX >> 20} MiB",
+        f"at most\n{core_size('kHeldMost', '../../wire/csrc/link.cpp') >> 20} MiB",
     ):
         assert words in links
 

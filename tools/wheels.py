@@ -96,10 +96,13 @@ def main() -> None:
         for machine in LINUX
         for each in headers
     ]
+    first = headers[0]
+    workers += [linux_core(build.LINK, machine, first, cores, chosen.work) for machine in LINUX]
     for name in platforms:
         system, machine = name.split("-")
         if system == "macos":
             made = [macos_client(each, cores, chosen.work) for each in headers]
+            made.append(macos_link(first, cores, chosen.work))
             tag = f"macosx_{MACOS.replace('.', '_')}_arm64"
         else:
             made = [linux_core("client", machine, each, cores, chosen.work) for each in headers]
@@ -116,7 +119,8 @@ def here(pure: Path, out: Path) -> Path:
     abi = int(torch.compiled_with_cxx11_abi())
     cores = {
         build.shipped_name(part, minor, abi, system, machine): made
-        for part, made in zip(build.PARTS, build.libraries(), strict=True)
+        for part in (*build.PARTS, build.LINK)
+        for made in build.libraries([part])
     }
     # Its own compiler and libraries made it, so it promises no other system anything.
     return platform_wheel(pure, cores, f"linux_{machine}", out)
@@ -218,6 +222,14 @@ def macos_client(headers: Headers, cores: Path, work: Path) -> Path:
     objects = toolchain.compile_units(toolchain.units_of("client"), compiler, work / "objects")
     stub.write_text(libcxx_stub(headers, objects.values()))
     compile_core("client", made, compiler, work)
+    return made
+
+
+def macos_link(headers: Headers, cores: Path, work: Path) -> Path:
+    """The core of links for macOS, with zig's libc++ in it: it shares no C++ with others."""
+    zig = (sys.executable, "-m", "ziglang", "c++", "-target", f"aarch64-macos.{MACOS}")
+    made = cores / build.shipped_name(build.LINK, headers.minor, ABI, "darwin", "arm64")
+    compile_core(build.LINK, made, Compiler(zig, headers.home / "include", headers.minor), work)
     return made
 
 

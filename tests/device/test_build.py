@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,11 +258,11 @@ def test_the_cache_keeps_what_was_used_last(workshop: Workshop) -> None:
 def test_client_and_node_compile_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Message] = []
 
-    def compiles(part: str, show: build.Show) -> Path:
+    def compiles(parts: Sequence[str], show: build.Show) -> list[Path]:
         assert told == [OpenDevice(1, "cpu")], "the node has begun before"
         raise build.CompilerError("on purpose")
 
-    monkeypatch.setattr(build, "library", compiles)
+    monkeypatch.setattr(build, "libraries", compiles)
     node: Any = SimpleNamespace(serves=True, tell=told.append)
     roster: Any = SimpleNamespace(closed=False, get=lambda index: node)
     nothing: Any = SimpleNamespace(own_line=None)

@@ -1,4 +1,4 @@
-"""The device's C++ cores: those of the installed wheel, else compiled on first use and cached."""
+"""The C++ cores, of the device and of links: the wheel's, else compiled on first use and cached."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from typing import TextIO
 import platformdirs
 
 from skyward.device import toolchain
-from skyward.device.toolchain import PARTS, Compiler, CompilerError
+from skyward.device.toolchain import LINK, PARTS, Compiler, CompilerError
 from skyward.worker.process import Show
 
 __all__ = [
+    "LINK",
     "PARTS",
     "CompilerError",
     "cache",
@@ -152,6 +153,8 @@ def shipped_name(part: str, torch: str, abi: int, system: str, machine: str) -> 
     """The file of a core in a wheel; `torch` is the minor version, whose patches fit as well."""
     # The digest: a core of other sources than those beside it is not taken.
     digest = toolchain.digest(toolchain.files_of(part), ())
+    if part == LINK:
+        return f"{LINK}-{system}-{machine}-{digest}.so"
     return f"{part}-torch{torch}-abi{abi}-{system}-{machine}-{digest}.so"
 
 
@@ -162,7 +165,7 @@ def check() -> int:
     """
     compiler = _compiler()
     checked = 0
-    for part in PARTS:
+    for part in (*PARTS, LINK):
         words = (*STRICT_FLAGS, compiler.identity, compiler.torch)
         digest = toolchain.digest(toolchain.files_of(part), words)
         stamp = cache() / "checked" / f"{part}-{digest}"
@@ -177,6 +180,9 @@ def check() -> int:
 
 def _place(part: str) -> Path:
     """Where the core for the torch of this process is, or would be."""
+    if part == LINK:
+        name = shipped_name(part, "", 0, platform.system().lower(), platform.machine())
+        return SHIPPED / name if (SHIPPED / name).exists() else cache() / name
     import torch
 
     version, abi = str(torch.__version__), _abi()
@@ -291,6 +297,6 @@ if __name__ == "__main__":
         if wanted.check:
             print(f"{check()} cores compiled, the others had passed before")
         else:
-            print(*libraries(), sep="\n")
+            print(*libraries((*PARTS, LINK)), sep="\n")
     except CompilerError as problem:
         sys.exit(str(problem))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 from skyward.device import recovery, remembered
 from skyward.device.core import core
 from skyward.device.library import DeviceProcess
-from skyward.device.meeting import Whereabouts
+from skyward.device.meeting import BACKLOGS, ON_ONE_HOST, Whereabouts
 from skyward.device.processors import spared
-from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
 from skyward.device.recovery import recoveries
 from skyward.errors import DeviceError
 from skyward.wire.channel import Channel
+from skyward.wire.native import NativeLink
 
 
 class Device:
@@ -42,30 +41,26 @@ class Device:
         self.pid = pid
         """The number of its process on the node."""
         self._where = f"{kind} of node {node}"
-        self._ends: list[socket.socket] = []
-        pumps: list[Pump] = []
+        ways: list[int] = []
+        links: list[NativeLink] = []
         with ExitStack() as opened:
             shares_memory = False
-            for role, window in BACKLOGS.items():
+            for role in BACKLOGS:
                 if shares_memory and role not in ON_ONE_HOST:
                     break
                 channel = connect(role)
+                opened.callback(channel.close)
                 shares_memory = channel.shares_memory
                 if shares_memory:
-                    opened.callback(channel.close)
-                    end, _ = channel.detach()
+                    ways.append(channel.detach()[0].fileno())
                 else:
-                    pump = Pump(channel, window, lost)
-                    opened.callback(pump.close)
-                    pumps.append(pump)
-                    end = pump.near
-                self._ends.append(end)
+                    links.append(channel.native_link)
+                    ways.append(links[-1].address)
             on_cpu = kind.startswith("cpu")
             if shares_memory and not on_cpu:
                 opened.enter_context(spared())
-            ops, *bulk = (end.fileno() for end in self._ends)
             process = DeviceProcess(
-                ops, tuple(bulk), shares_memory, on_cpu, self._where, properties, whereabouts
+                tuple(ways), shares_memory, on_cpu, self._where, properties, whereabouts
             )
             if again is None:
                 self.index = core().open(process)
@@ -76,7 +71,9 @@ class Device:
                     again, process, kept, {life.slot: text for life, text in texts.items()}
                 )
                 recoveries.opened_again(again, frozenset(texts))
-            core().count_on_wire(self.index, lambda: sum(pump.sent for pump in pumps))
+            core().count_on_wire(self.index, lambda: sum(link.sent for link in links))
+            for link in links:
+                link.on_end(lost)
             self._remembered = None if shares_memory else remembered.file_for(properties)
             if self._remembered is not None:
                 core().remember(self.index, remembered.read(self._remembered))

@@ -16,6 +16,7 @@ from skyward.device import build, meeting, operators
 from skyward.device.meeting import Whereabouts
 from skyward.device.properties import DeviceProperties
 from skyward.errors import DeviceError
+from skyward.wire import native
 
 if TYPE_CHECKING:
     import torch
@@ -51,10 +52,9 @@ class Life(NamedTuple):
 class DeviceProcess:
     """The process of a device, as its client reaches it."""
 
-    ops: int
-    """The descriptor of the socket for records and replies."""
-    bulk: tuple[int, ...]
-    """Those for the bytes of tensors."""
+    ways: tuple[int, ...]
+    """What leads there: for records and replies, and then for the bytes of tensors. The numbers of
+    sockets on one host, else the addresses of links."""
     shares_memory: bool
     on_cpu: bool
     place: str
@@ -66,8 +66,8 @@ class DeviceProcess:
     @property
     def connections(self) -> tuple[Any, ...]:
         """How the core is told of its connections."""
-        sockets = (ctypes.c_int * len(self.bulk))(*self.bulk)
-        return self.ops, sockets, len(self.bulk), int(self.shares_memory), int(self.on_cpu)
+        ways = (ctypes.c_uint64 * len(self.ways))(*self.ways)
+        return ways, len(self.ways), int(self.shares_memory), int(self.on_cpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +161,11 @@ class Core:
         self.chosen: int | None = None
         """The device that the user has made the current one, if it is still open."""
         self._lock = threading.Lock()
+
+    def use_links(self) -> None:
+        """Be ready for devices that are reached over a network."""
+        native.load(build.library(build.LINK))
+        self._library.sky_use_links(native.core().table)
 
     def register(self) -> int:
         """Take over every operation that would not reach the device otherwise."""

@@ -9,6 +9,20 @@ import msgspec
 
 from skyward.wire.handshake import Credentials
 
+BACKLOGS = {
+    "device-ops": 8 << 20,
+    "device-bulk": 16 << 20,
+    "device-bulk-1": 16 << 20,
+    "device-bulk-2": 16 << 20,
+    "device-bulk-3": 16 << 20,
+}
+"""The links of a device by role, and how many uncounted bytes each may send.
+
+Bulk bytes go over several: one thread encrypts about as much as one connection's other end reads.
+"""
+ON_ONE_HOST = ("device-ops", "device-bulk")
+"""The connections of a device whose process is on the client's host."""
+
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:

@@ -1,8 +1,7 @@
 """Peers: the links of a device's process to the processes of other devices.
 
 On one host a link is one Unix socket, over which the cores agree on shared memory. Over a network
-it is several links with TLS: one with a pump between it and the core, and the carriers of long
-copies.
+it is several links with TLS, most of them for long copies.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from typing import Any
 
 import msgspec
 
-from skyward.device.carrier import MemoryCarrier
+from skyward.device import build
 from skyward.device.meeting import Meeting
-from skyward.device.pump import Pump
 from skyward.errors import SkywardError
+from skyward.wire import native
 from skyward.wire.channel import Channel
 from skyward.wire.handshake import PEER, Credentials, Dialer, connect
 from skyward.wire.messages import Hello
+from skyward.wire.native import Terms
 
 CARRIERS = 4
 """Over how many connections with TLS the bytes of long copies go: a thread encrypts each."""
@@ -31,7 +31,7 @@ WINDOW = 16 << 20
 PATIENCE_SECONDS = 20.0
 """How long a link without a connection waits for one before the copies over it fail."""
 
-OTHER = "the other device's process"
+TERMS = Terms(WINDOW, PATIENCE_SECONDS, "the other device's process")
 
 MakeLink = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t
@@ -49,11 +49,16 @@ class Peers:
     def __init__(self, library: ctypes.CDLL, credentials: Credentials | None) -> None:
         self._library, self._credentials = library, credentials
         self._arriving: dict[int, dict[int, Channel]] = {}
-        self._held: dict[int, list[Channel | Pump]] = {}
+        self._held: dict[int, list[Channel]] = {}
         self._lock = threading.Lock()
         # The core calls these; they must live as long as it may.
         self.make_link = MakeLink(self._make)
         self.end_link = EndLink(self._end)
+
+    def use_links(self) -> None:
+        """Be ready for connections over a network."""
+        native.load(build.library(build.LINK))
+        self._library.sky_worker_use_links(native.core().table)
 
     @staticmethod
     def is_peer(hello: Hello) -> bool:
@@ -131,6 +136,7 @@ class Peers:
         given = Credentials(*meeting.credentials) if meeting.credentials else self._credentials
         if given is None:
             raise Unreachable("this process has no credentials for it")
+        self.use_links()
         for hello in hellos:
             dialer = Dialer(
                 endpoint,
@@ -139,6 +145,7 @@ class Peers:
                 meeting.name,
                 gone="its process has ended",
                 patience=PATIENCE_SECONDS,
+                terms=TERMS,
             )
             channels.append(dialer.open()[0])
 
@@ -146,45 +153,35 @@ class Peers:
 
     def _take(self, link: int, channels: Sequence[Channel], own: str | None, other: str) -> None:
         """Hand a link's connections to the core."""
-        held: list[Channel | Pump] = []
-        ends = []
         shares_memory = channels[0].shares_memory
-        first, *others = channels
-        lost = self._lost(link)
-        carriers = [
-            MemoryCarrier(each, lost, patience=PATIENCE_SECONDS, other=OTHER) for each in others
-        ]
         if shares_memory:
-            held.append(first)
-            ends.append(first.detach()[0])
+            ways = [channels[0].detach()[0].fileno()]
         else:
-            pump = Pump(first, WINDOW, lost, patience=PATIENCE_SECONDS, other=OTHER)
-            held += [pump, *carriers]
-            ends.append(pump.near)
-        ends += [each.near_out for each in carriers] + [each.near for each in carriers]
+            ways = [channel.native_link.address for channel in channels]
         with self._lock:
-            self._held[link] = held
+            self._held[link] = list(channels)
         message = ctypes.create_string_buffer(2048)
         failed = self._library.sky_worker_link(
             ctypes.c_uint64(link),
-            (ctypes.c_int * len(ends))(*(end.fileno() for end in ends)),
-            len(ends),
+            (ctypes.c_uint64 * len(ways))(*ways),
+            len(ways),
             int(shares_memory),
             None if own is None else own.encode(),
             other.encode(),
             message,
             ctypes.c_size_t(len(message)),
         )
-        for carrier in carriers:
-            carrier.leave_to_core()
         if failed:
             self._close(link)
             raise Unreachable(message.value.decode(errors="replace"))
+        if not shares_memory:
+            for channel in channels:
+                channel.native_link.on_end(self._lost(link))
 
     def _lost(self, link: int) -> Callable[[str], None]:
         def lost(why: str) -> None:
             self._library.sky_worker_lose_link(ctypes.c_uint64(link), why.encode())
-            # Not here: a pump's own thread must not close it.
+            # Not here: the links' thread has others to look after.
             threading.Thread(
                 target=self._close, args=(link,), name="skyward-peer-lost", daemon=True
             ).start()

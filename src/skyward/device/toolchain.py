@@ -18,7 +18,10 @@ from skyward import kernel
 from skyward.errors import SkywardError
 
 SOURCES = Path(__file__).parent / "csrc"
+LINK_SOURCES = Path(__file__).parents[1] / "wire" / "csrc"
 PARTS = ("client", "worker")
+LINK = "link"
+"""The core of links, which needs no torch."""
 FLAGS = (
     "-std=c++20",
     "-fPIC",
@@ -28,7 +31,7 @@ FLAGS = (
     "-Wall",
     "-Wno-unused-function",
 )
-OPTIMIZATION = {"client": "-O1", "worker": "-O2"}
+OPTIMIZATION = {"client": "-O1", "worker": "-O2", LINK: "-O2"}
 """The client's core has three quarters of the code. With -O2 it takes 41 s instead of 31 s to
 compile, and is no faster beyond the noise: its time goes to PyTorch's own dispatcher."""
 UNITS = 2 if kernel.processors() >= 4 else 1
@@ -40,6 +43,7 @@ take 37 s. Two units for each take 26 s of processor time more: 51 s on two proc
 instead of 38 s on sixteen. A precompiled header would save 9 s, but writes 320 MB, and a second
 processor has nothing to do meanwhile.
 """
+LINK_LIBRARIES = ("-static-libstdc++", "-static-libgcc", "-ldl", "-pthread")
 TICK_SECONDS = 1.0
 """How often somebody who waits for a compiler hears of it."""
 END_SECONDS = 0.05
@@ -92,18 +96,23 @@ class Unit:
     def text(self, compiler: Compiler) -> str:
         """What the compiler reads."""
         included = "".join(f'#include "{source}"\n' for source in self.sources)
-        return compiler.cast_policies + included
+        return included if self.part == LINK else compiler.cast_policies + included
 
     def digest(self, compiler: Compiler) -> str:
         """Changes with everything that goes into the object."""
         headers = [path for path in files_of(self.part) if path.suffix == ".h"]
-        words = (*flags_of(self.part), *compiler.options, compiler.identity, compiler.torch)
-        return digest([*self.sources, *headers], (*words, compiler.cast_policies))
+        words = (*flags_of(self.part), *compiler.options, compiler.identity)
+        if self.part != LINK:
+            words = (*words, compiler.torch, compiler.cast_policies)
+        return digest([*self.sources, *headers], words)
 
 
 def files_of(part: str) -> list[Path]:
     """The source files of a part's core."""
-    return [path for room in (part, "wire") for path in (SOURCES / room).iterdir()]
+    if part == LINK:
+        return list(LINK_SOURCES.iterdir())
+    own = [path for room in (part, "wire") for path in (SOURCES / room).iterdir()]
+    return [*own, LINK_SOURCES / "link_functions.h"]
 
 
 def digest(files: Iterable[Path], words: Iterable[str]) -> str:
@@ -123,8 +132,9 @@ def flags_of(part: str) -> tuple[str, ...]:
 
 def units_of(part: str) -> list[Unit]:
     """A part's sources, shared out so that every unit takes about as long."""
-    shares: list[list[Path]] = [[] for _ in range(UNITS)]
-    for source in sorted((SOURCES / part).glob("*.cpp"), key=lambda path: (-_weight(path), path)):
+    shares: list[list[Path]] = [[] for _ in range(1 if part == LINK else UNITS)]
+    folder = LINK_SOURCES if part == LINK else SOURCES / part
+    for source in sorted(folder.glob("*.cpp"), key=lambda path: (-_weight(path), path)):
         min(shares, key=lambda share: sum(map(_weight, share))).append(source)
     return [Unit(part, tuple(sorted(share))) for share in shares if share]
 
@@ -175,12 +185,16 @@ def make(
     Objects that are in the folder `objects` are not made again, so what was interrupted goes on.
     """
     made = compile_units([u for part in targets for u in units_of(part)], compiler, objects, tick)
-    linker = compiler.linker or compiler.command
     for part, target in targets.items():
+        linker = compiler.linker or compiler.command
+        libraries = compiler.link
+        if part == LINK:
+            # It brings its own C++ library: a machine without torch may have none.
+            linker, libraries = compiler.command, LINK_LIBRARIES
         with tempfile.TemporaryDirectory(prefix=f"sky-{part}-", dir=objects) as folder:
             linked = Path(folder, target.name)
             its_objects = [str(path) for unit, path in made.items() if unit.part == part]
-            run(*linker, "-shared", *its_objects, "-o", str(linked), *compiler.link)
+            run(*linker, "-shared", *its_objects, "-o", str(linked), *libraries)
             os.replace(linked, target)
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
-import socket
 import threading
 from collections.abc import Callable
 
+from skyward.device.meeting import BACKLOGS, ON_ONE_HOST
+from skyward.device.peers import TERMS as PEER_TERMS
 from skyward.device.peers import Peers
-from skyward.device.pump import BACKLOGS, ON_ONE_HOST, Pump
 from skyward.wire.channel import Channel
 from skyward.wire.handshake import Credentials
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello
+from skyward.wire.native import Terms
 
 ARRIVAL_SECONDS = 300.0
 """How long a client may take to connect: it may compile its own core meanwhile."""
@@ -38,13 +38,18 @@ class Visit:
         self._peers, self._patience = peers, patience
         self.on_one_host = credentials is None
         """Whether the client is on this host, with sockets that the core uses itself."""
-        self._held: list[Channel | Pump] = []
-        self._ends: list[socket.socket] = []
+        self._held: list[Channel] = []
         self._over = False
         # It stays open: a client that lost its connection comes again, and other devices' processes
         # do.
-        self._listener = Listener(where, pool, credentials, self._accept)
+        terms = None if credentials is None else self._terms
+        self._listener = Listener(where, pool, credentials, self._accept, terms=terms)
         self.endpoint = self._listener.endpoint
+
+    def _terms(self, hello: Hello) -> Terms:
+        if self._peers.is_peer(hello):
+            return PEER_TERMS
+        return Terms(BACKLOGS.get(hello.role, 0), self._patience)
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
         if self._peers.is_peer(hello):
@@ -59,27 +64,23 @@ class Visit:
         else:
             channel.close()
 
-    def begin(self, lost: Callable[[str], None]) -> tuple[int, list[int]]:
-        """Wait for the client; returns the core's sockets for operations and for bytes.
+    def begin(self, lost: Callable[[str], None]) -> tuple[int, ...]:
+        """Wait for the client; returns the core's ways: for operations, and then for bytes.
 
         `lost` is called when a connection over a network is lost for good. It may call `leave`.
         """
         roles = ON_ONE_HOST if self.on_one_host else tuple(BACKLOGS)
-        channels = {role: self._next(role) for role in roles}
+        channels = [self._next(role) for role in roles]
         with self._lock:
-            for role, channel in channels.items():
-                if self.on_one_host:
-                    self._held.append(channel)
-                    self._ends.append(channel.detach()[0])
-                else:
-                    pump = Pump(channel, BACKLOGS[role], lost, patience=self._patience)
-                    self._held.append(pump)
-                    self._ends.append(pump.near)
+            self._held = channels
             over = self._over
         if over:
             self.leave()
-        ops, *bulk = (end.fileno() for end in self._ends)
-        return ops, bulk
+        if self.on_one_host:
+            return tuple(channel.detach()[0].fileno() for channel in channels)
+        for channel in channels:
+            channel.native_link.on_end(lost)
+        return tuple(channel.native_link.address for channel in channels)
 
     def _next(self, role: str) -> Channel:
         patience = max(self._patience, ARRIVAL_SECONDS)
@@ -95,22 +96,17 @@ class Visit:
         """Have the core see the end of the client's connections; from any thread."""
         with self._lock:
             self._over = True
-            ends = list(self._ends)
+            held = list(self._held)
         for waiting in self._arrived.values():
             waiting.put(None)
-        for end in ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        for channel in held:
+            channel.abort()
 
     def close(self) -> None:
         """Close the connections, and listen no more."""
         self._listener.close()
-        with self._lock:
-            ends, self._ends = self._ends, []
-        for each in self._held:
-            each.close()
-        for end in ends:
-            end.close()
+        for held in self._held:
+            held.close()
         for waiting in self._arrived.values():
             while not waiting.empty():
                 if (channel := waiting.get()) is not None:

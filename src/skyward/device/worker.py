@@ -43,6 +43,8 @@ def main() -> None:
         return
     credentials = Credentials(*config.credentials) if config.credentials else None
     peers = Peers(torch.core, credentials)
+    if credentials is not None:
+        peers.use_links()
     line = AgentLine(config.line, torch.core, torch.kind)
 
     def visited_at(where: str) -> Visit:
@@ -73,14 +75,13 @@ def _serve(visit: Visit, torch: OwnTorch, peers: Peers, line: AgentLine) -> str:
         visit.leave()
 
     try:
-        ops, bulk = visit.begin(lost)
+        ways = visit.begin(lost)
     except NobodyCameError as problem:
         return str(problem)
     message = ctypes.create_string_buffer(4096)
     failed = torch.core.sky_worker_serve(
-        ops,
-        (ctypes.c_int * len(bulk))(*bulk),
-        len(bulk),
+        (ctypes.c_uint64 * len(ways))(*ways),
+        len(ways),
         int(visit.on_one_host),
         torch.kind.encode(),
         peers.make_link,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from skyward.calls.device_tensors import Holder
 from skyward.console import Console
 from skyward.device import build, processors
-from skyward.device.meeting import Whereabouts
+from skyward.device.meeting import BACKLOGS, Whereabouts
 from skyward.device.recovery import recoveries
 from skyward.errors import ConfigurationError, DeviceError, NoDeviceError, SkywardError
 from skyward.events import DeviceClosed, DeviceOpened, EventStream
@@ -23,6 +23,7 @@ from skyward.nodes.spec import PoolSpec
 from skyward.wire.channel import Channel
 from skyward.wire.handshake import PEER, Authority, Credentials, node_name
 from skyward.wire.messages import CloseDevice, DeviceDown, DeviceUp, Message, OpenDevice
+from skyward.wire.native import Terms
 
 if TYPE_CHECKING:
     import torch
@@ -256,8 +257,12 @@ class PoolDevices:
             # or another processor.
             self._tell(node, OpenDevice(number, kind, pid))
             try:
-                build.library("client", self._console.own_line)
+                over_network = self._credentials is not None
+                parts = ("client", build.LINK) if over_network else ("client",)
+                build.libraries(parts, self._console.own_line)
                 core()
+                if over_network:
+                    core().use_links()
             except BaseException:
                 with contextlib.suppress(SkywardError):
                     self._tell(node, CloseDevice(number))
@@ -447,6 +452,7 @@ class PoolDevices:
             self._credentials,
             gone="its process has ended",
             patience=self._spec.options.orphan_timeout,
+            terms=Terms(BACKLOGS[role]),
         ).attempt()
         return channel
 

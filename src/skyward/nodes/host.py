@@ -43,6 +43,7 @@ from skyward.wire.handshake import (
     refused_too_long,
 )
 from skyward.wire.messages import Hello, Welcome
+from skyward.wire.native import Terms
 from skyward.worker import detached
 from skyward.worker.config import AgentConfig
 from skyward.worker.process import kill_group
@@ -421,7 +422,7 @@ class Host:
         client: str = "",
         gone: str = "",
         patience: float = math.inf,
-        near_seconds: float = GREETING_SECONDS,
+        terms: Terms | None = None,
     ) -> Approach:
         """The attempts to connect to a process of the node at one of its endpoints."""
         return Approach(
@@ -432,7 +433,7 @@ class Host:
             self.routes.dial,
             gone=gone,
             patience=patience,
-            near_seconds=near_seconds,
+            terms=terms,
         )
 
     def service(self, name: str, credentials: Credentials | None) -> ServiceConnection:
@@ -659,16 +660,22 @@ class Approach:
         *,
         gone: str = "",
         patience: float = math.inf,
-        near_seconds: float = GREETING_SECONDS,
+        terms: Terms | None = None,
     ) -> None:
-        """For `gone` and `patience`, see `Dialer`; a greeting here may take `near_seconds`."""
+        """`gone`, `patience` and `terms` are a `Dialer`'s."""
         self._dialer: Dialer | None = None
         if credentials is not None:
             self._dialer = Dialer(
-                endpoint, hello, credentials, name, dial, gone=gone, patience=patience
+                endpoint,
+                hello,
+                credentials,
+                name,
+                dial,
+                gone=gone,
+                patience=patience,
+                terms=terms,
             )
         self._endpoint, self._hello, self._name = endpoint, hello, name
-        self._near_seconds = near_seconds
         self._refused_since: float | None = None
         self._pause, self._longest = PAUSES
 
@@ -677,10 +684,13 @@ class Approach:
         """Whether no network is in between, and no firewall."""
         return self._dialer is None
 
-    def attempt(self) -> tuple[Channel, Welcome]:
-        """Connect; over a network, the channel outlives its connections."""
+    def attempt(self, near_seconds: float = GREETING_SECONDS) -> tuple[Channel, Welcome]:
+        """Connect; over a network, the channel outlives its connections.
+
+        Within a host, the greeting may take `near_seconds`.
+        """
         if self._dialer is None:
-            return connect(self._endpoint, self._hello, None, self._name, self._near_seconds)
+            return connect(self._endpoint, self._hello, None, self._name, near_seconds)
         return self._dialer.open()
 
     def pause_after(self, problem: BaseException) -> float | None:

@@ -1193,13 +1193,12 @@ class Node:
             "data",
             near or self.host.routes.choose(up.endpoint),
             None if near else self._fleet.credentials,
-            near_seconds=NEAR_SECONDS,
         )
         self._attempt(up, approach, self.control)
 
     def _attempt(self, up: ExecutorUp, approach: Approach, control: Channel | None) -> None:
         try:
-            channel, _ = approach.attempt()
+            channel, _ = approach.attempt(NEAR_SECONDS)
         except (OSError, EOFError, SkywardError) as problem:
             pause, closed = approach.pause_after(problem), self._fleet.roster.closed
             persists = not closed and self.control is control is not None

@@ -27,6 +27,7 @@ from skyward.wire.frames import (
 )
 from skyward.wire.link.link import Link
 from skyward.wire.messages import ENCODER, MALFORMED, Message, Question, Reply, Result
+from skyward.wire.native import NativeLink
 
 Bytes = bytes | bytearray | memoryview
 
@@ -61,14 +62,19 @@ class Channel:
         receiver: socket.socket | None = None,
         decoder: FrameDecoder | None = None,
         link: Link | None = None,
+        native: NativeLink | None = None,
     ) -> None:
         self.link = link
         """The link that carries the frames; None if the channel ends with its connections."""
+        self.native = native
+        """The link of a device, which carries no frames: the cores use it themselves."""
         self._sender = sender
         self._receiver = receiver or sender
         self._encrypted = isinstance(sender, ssl.SSLSocket)
         # Two plain connections lead to another machine, through a provider's own transport.
-        self.shares_memory = link is None and receiver is None and sender.family == socket.AF_UNIX
+        self.shares_memory = (
+            link is None and native is None and receiver is None and sender.family == socket.AF_UNIX
+        )
         self._decoder = decoder or FrameDecoder()
         self._send_lock = threading.Lock()
         self.reading = threading.Lock()
@@ -79,9 +85,11 @@ class Channel:
         self.aborted = False
 
     @classmethod
-    def over(cls, link: Link) -> Channel:
+    def over(cls, link: Link | NativeLink) -> Channel:
         """A channel that outlives its connections."""
         pair = link.first
+        if isinstance(link, NativeLink):
+            return cls(pair.sender, pair.receiver, native=link)
         return cls(pair.sender, pair.receiver, link=link)
 
     def fileno(self) -> int:
@@ -96,6 +104,12 @@ class Channel:
         """
         end = self._receiver
         return self.link is None and end.family == socket.AF_UNIX and bool(end.getpeername())
+
+    @property
+    def native_link(self) -> NativeLink:
+        """The link of a device over a network."""
+        assert self.native is not None
+        return self.native
 
     # What a link adds. Without one, a channel is connected until it is lost.
 
@@ -197,6 +211,9 @@ class Channel:
     def abort(self) -> None:
         """End the connection for the readers of both ends; the owner must still close it."""
         self.aborted = True
+        if self.native is not None:
+            self.native.end("the channel was aborted")
+            return
         if self.link is not None:
             # The other end takes this for an outage, unless the channel's owner has told it.
             self.link.connections.end("the channel was aborted")
@@ -399,6 +416,9 @@ class Channel:
     def close(self) -> None:
         """Wake the threads that read or write, and close the sockets."""
         self.closed = True
+        if self.native is not None:
+            self.native.close()
+            return
         if self.link is not None:
             self.link.connections.close()
             return

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -38,6 +38,7 @@ from skyward.wire.link.connections import Connections, LinkLost
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
+from skyward.wire.native import Context, NativeLink, NativeSocket, Terms
 
 SESSION_UNKNOWN = "unknown session"
 """The listener refuses a connection with these words if it does not know the connection's link."""
@@ -81,6 +82,10 @@ class Credentials:
             context.load_cert_chain(chain)
         return context
 
+    def native_context(self, *, server: bool) -> Context:
+        """The same for the native core."""
+        return Context(self.authority, self.certificate, self.key, server=server)
+
 
 @dataclass(frozen=True, slots=True)
 class SavedAuthority:
@@ -90,18 +95,22 @@ class SavedAuthority:
     key: str = field(repr=False)
 
 
-_shared: weakref.WeakKeyDictionary[Credentials, ssl.SSLContext] = weakref.WeakKeyDictionary()
+TlsContext = ssl.SSLContext | Context
+_shared: weakref.WeakKeyDictionary[Credentials, dict[bool, TlsContext]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def client_context(credentials: Credentials) -> ssl.SSLContext:
+def client_context(credentials: Credentials, *, native: bool = False) -> TlsContext:
     """The context for connections to any process of a pool, made once.
 
     A client has several connections to each node, and a context takes 100 KB and a millisecond.
     """
-    context = _shared.get(credentials)
-    if context is None:
-        context = _shared[credentials] = credentials.context(server=False)
-    return context
+    made = _shared.setdefault(credentials, {})
+    if native not in made:
+        kind = credentials.native_context if native else credentials.context
+        made[native] = kind(server=False)
+    return made[native]
 
 
 @contextlib.contextmanager
@@ -240,8 +249,12 @@ PEER = "peer"
 If the process of a device connects to that of another device, the number of their link follows."""
 
 
-def certified_name(end: ssl.SSLSocket) -> str:
-    """The name in the certificate of the other end."""
+def certified_name(end: Any) -> str | None:
+    """The name in the certificate of the other end; None for a plain socket."""
+    if isinstance(end, NativeSocket):
+        return end.peer()
+    if not isinstance(end, ssl.SSLSocket):
+        return None
     certificate: Any = end.getpeercert() or {}
     return next((each["commonName"] for each in map(dict, certificate.get("subject", ()))), "")
 
@@ -343,15 +356,17 @@ def connect_once(
     return Channel(end, decoder=decoder)
 
 
-def context_for(endpoint: str, credentials: Credentials) -> ssl.SSLContext | None:
+def context_for(
+    endpoint: str, credentials: Credentials, *, native: bool = False
+) -> TlsContext | None:
     """The TLS context for an endpoint; None for a Unix socket, whose transport is private."""
-    return None if endpoint.startswith("unix:") else client_context(credentials)
+    return None if endpoint.startswith("unix:") else client_context(credentials, native=native)
 
 
 def connect_pair(
     endpoint: str,
     hello: Hello,
-    context: ssl.SSLContext | None,
+    context: TlsContext | None,
     name: str,
     seconds: float,
     dial: Dial,
@@ -376,7 +391,7 @@ def connect_pair(
 def connect_one(
     endpoint: str,
     hello: Hello,
-    context: ssl.SSLContext | None,
+    context: TlsContext | None,
     name: str,
     seconds: float,
     dial: Dial,
@@ -440,13 +455,14 @@ def keep_alive(end: socket.socket) -> None:
             end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def with_tls(context: ssl.SSLContext, end: socket.socket, **options: Any) -> ssl.SSLSocket:
+def with_tls(context: TlsContext, end: socket.socket, **options: Any) -> socket.socket:
     """The connection with TLS; leaves nothing open if the peer has reset it by now.
 
     `wrap_socket` raises then after it has made its new socket, which it does not close.
     """
     try:
-        return context.wrap_socket(end, **options)
+        # A connection of the native core has what is used of a socket.
+        return cast("socket.socket", context.wrap_socket(end, **options))
     except OSError as problem:
         trace = problem.__traceback__
         while trace is not None:
@@ -498,14 +514,17 @@ class Dialer:
         *,
         gone: str = "",
         patience: float = math.inf,
+        terms: Terms | None = None,
     ) -> None:
         """If `gone` is given, refused connections end the link, with `gone` as the reason.
 
-        The link also ends if no new connection can be made within `patience` seconds.
+        The link also ends if no new connection can be made within `patience` seconds. With `terms`,
+        the native core carries its bytes.
         """
         self._endpoint, self._name, self._dial = endpoint, name, dial
         self._hello = msgspec.structs.replace(hello, session=secrets.token_hex(16))
-        self._context = context_for(endpoint, credentials)
+        self._terms = terms
+        self._context = context_for(endpoint, credentials, native=terms is not None)
         self._gone, self._patience = gone, patience
         self._pid = 0
 
@@ -513,9 +532,11 @@ class Dialer:
         """Make the first connection; after a failure, the caller may try again."""
         pair, welcome = self._connect(0, seconds)
         self._pid = welcome.pid
+        if self._terms is not None:
+            return Channel.over(NativeLink(pair, self._terms, self._again)), welcome
         return Channel.over(Link(pair, self._again, add_stripes=self._add_stripes)), welcome
 
-    def _again(self, connections: Connections) -> Iterator[Pair | float]:
+    def _again(self, connections: Connections | NativeLink) -> Iterator[Pair | float]:
         """Make the next connection of a link, unless it ends.
 
         After each attempt that fails, yields how many seconds to wait; at last, yields the pair.

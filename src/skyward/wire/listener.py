@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from skyward.errors import AuthenticationError, ProtocolError
 from skyward.wire import messages
@@ -23,6 +24,7 @@ from skyward.wire.handshake import (
     PEER,
     SESSION_UNKNOWN,
     Credentials,
+    TlsContext,
     certified_name,
     check_peer,
     host_and_port,
@@ -30,8 +32,9 @@ from skyward.wire.handshake import (
     with_tls,
 )
 from skyward.wire.link.link import Link
-from skyward.wire.link.pair import Pair
+from skyward.wire.link.pair import Pair, shut
 from skyward.wire.messages import Hello, Welcome
+from skyward.wire.native import NativeLink, Terms
 
 UNPROVEN_PEERS = 16
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -79,8 +82,12 @@ class Listener:
         seconds: float = GREETING_SECONDS,
         *,
         versions: dict[str, str] | None = None,
+        terms: Callable[[Hello], Terms] | None = None,
     ) -> None:
-        """`versions` are sent to every peer; only an agent sends them, for all its processes."""
+        """`versions` are sent to every peer; only an agent sends them, for all its processes.
+
+        With `terms`, the native core carries the bytes of links.
+        """
         self._sockets: dict[str, socket.socket] = {}
         places = where.split(" ")
         for place in places:
@@ -93,13 +100,17 @@ class Listener:
             self._sockets[endpoint] = listening
         self.endpoint = " ".join(self._sockets)
         self._pool = pool
-        self._context = credentials.context(server=True) if credentials else None
+        self._terms = terms
+        self._context: TlsContext | None = None
+        if credentials is not None:
+            kind = credentials.context if terms is None else credentials.native_context
+            self._context = kind(server=True)
         self._accept = accept
         self._seconds = seconds
         self._versions = versions or {}
         self._unproven: dict[int, socket.socket] = {}
         self._halves: dict[tuple[str, int, str], socket.socket] = {}
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, Link | NativeLink] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._numbers = itertools.count()
@@ -111,7 +122,7 @@ class Listener:
                 daemon=True,
             ).start()
 
-    def _serve(self, listening: socket.socket, context: ssl.SSLContext | None) -> None:
+    def _serve(self, listening: socket.socket, context: TlsContext | None) -> None:
         while True:
             try:
                 end, _ = listening.accept()
@@ -128,8 +139,7 @@ class Listener:
                 crowded_out = self._unproven.pop(oldest) if crowd else None
                 self._unproven[number] = end
             if crowded_out is not None:
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(crowded_out, socket.SHUT_RDWR)
+                shut(crowded_out)
             threading.Thread(
                 target=self._greet,
                 args=(number, end, context),
@@ -137,7 +147,7 @@ class Listener:
                 daemon=True,
             ).start()
 
-    def _greet(self, number: int, end: socket.socket, context: ssl.SSLContext | None) -> None:
+    def _greet(self, number: int, end: socket.socket, context: TlsContext | None) -> None:
         try:
             deadline = time.monotonic() + self._seconds
             end.settimeout(self._seconds)
@@ -148,7 +158,7 @@ class Listener:
                 with self._lock:
                     if number in self._unproven:
                         self._unproven[number] = end
-                end.do_handshake()
+                cast("ssl.SSLSocket", end).do_handshake()
             else:
                 check_peer(end)
             decoder = FrameDecoder(meta_limit=GREETING_LIMIT, body_limit=0)
@@ -177,7 +187,7 @@ class Listener:
         """Why the listener refuses a peer whose identity is proven; empty if it does not."""
         if hello.pool != self._pool:
             return "this worker belongs to another pool"
-        is_client = not isinstance(end, ssl.SSLSocket) or certified_name(end) == CLIENT
+        is_client = certified_name(end) in (CLIENT, None)
         is_peer = hello.role.partition("-")[0] == PEER
         return "" if is_client or is_peer else f"only the client asks for {hello.role!r}"
 
@@ -228,7 +238,11 @@ class Listener:
             if link is None:
                 kept = self._links.items()
                 self._links = {key: each for key, each in kept if not each.connections.ended}
-                link = self._links[hello.session] = Link(pair, attempt=hello.attempt)
+                if self._terms is not None:
+                    link = NativeLink(pair, self._terms(hello), attempt=hello.attempt)
+                else:
+                    link = Link(pair, attempt=hello.attempt)
+                self._links[hello.session] = link
                 return Channel.over(link)
         link.install(pair, hello.attempt)
         return None

@@ -34,8 +34,6 @@ class Connections:
         self.changed = threading.Condition(self.lock)
         self.received = 0
         """How many bytes of the other end's stream have arrived, over all pairs."""
-        self.unused = 0
-        """How many of the received bytes the reader still holds, because their user is slow."""
         self.reader = 0
         """The thread that read last; on a client, it must not wait for a count: only it reads."""
         self.again: Callable[[], None] | None = None

@@ -126,44 +126,6 @@ class Incoming:
             if not taken or at < goal:
                 self._next(pair)
 
-    def receive_into(self, view: memoryview) -> int:
-        """Read straight into the view what has come; returns how many bytes.
-
-        For a reader that does not wait; raises as `receive` does.
-        """
-        self._connections.reader = threading.get_ident()
-        pair, at, ended = self._connections.reading, 0, False
-        try:
-            while at < len(view) and not ended:
-                if pair.left or self._next_record(pair, striped=False):
-                    count = pair.receiver.recv_into(view[at : at + pair.left])
-                    at += count
-                    pair.left -= count
-                    ended = not count
-                else:
-                    ended = True
-        except (BlockingIOError, ssl.SSLWantReadError):
-            if not at:
-                raise BlockingIOError from None
-        except ProtocolError as problem:
-            self._connections.end(str(problem))
-            at, ended = 0, True
-        except OSError:
-            ended = True
-        if at and self._took(pair, at):
-            return at
-        self._next(pair)
-        raise NotConnected
-
-    def hold(self, count: int) -> None:
-        """Leave the last `count` received bytes out of the counts that are sent.
-
-        For a reader that passes bytes on to a slow user. Such a reader need not stop reading: the
-        other end stops sending when its window is full.
-        """
-        self._connections.unused = count
-        self._tell_count()
-
     def _next_record(self, pair: Pair, *, striped: bool) -> bool:
         """Read up to the next part of the stream; False when the connection has ended.
 
@@ -200,9 +162,9 @@ class Incoming:
         return True
 
     def _tell_count(self) -> None:
-        used = self._connections.received - self._connections.unused
-        if used - self._told >= COUNT_EVERY:
-            self._told = used
+        received = self._connections.received
+        if received - self._told >= COUNT_EVERY:
+            self._told = received
             self._outgoing.tell_count()
 
     def _next(self, pair: Pair) -> None:

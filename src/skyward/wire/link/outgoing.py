@@ -2,8 +2,7 @@
 
 Small writes never wait for a connection: they are kept until there is one. They wait for the
 kernel only if `patient` is set. Large writes are sent straight from the caller's memory; before
-such a write returns, it copies the bytes that the other end has not counted. A thread that only
-passes bytes on, and may wait, puts them into the backlog itself, with `room` and `filled`.
+such a write returns, it copies the bytes that the other end has not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from skyward.errors import ProtocolError
 from skyward.wire.link.backlog import Backlog
 from skyward.wire.link.connections import Connections
 from skyward.wire.link.large import Cursor, Spread, may_be_striped
-from skyward.wire.link.pair import IS_COUNT, JOINED, RECORD, Pair, size_on_wire
+from skyward.wire.link.pair import IS_COUNT, JOINED, RECORD, Pair
 
 LINK_WINDOW = 8 << 20
 """How many uncounted bytes are kept at most after a write has returned."""
@@ -48,9 +47,6 @@ class Outgoing:
         self._large: list[object] = []
         """One entry for each thread that holds the lock, or will, to wait for the network."""
         self._draining = False
-        self.sent = 0
-        """How many bytes the parts of the stream took so far, as `size_on_wire` has it. Counts are
-        not among them: they are sent once a second even if nothing happens."""
 
     def send(self, data: bytes) -> None:
         """Write a few bytes; they are sent now or later, in order."""
@@ -77,19 +73,6 @@ class Outgoing:
                 # Some bytes may have been sent, and the caller may change the others from now on.
                 self._connections.end("a write was interrupted")
                 raise
-
-    def room(self) -> memoryview:
-        """Memory for the next bytes of the stream; for the only thread that writes."""
-        with self._sending:
-            return self._backlog.room()
-
-    def filled(self, count: int) -> None:
-        """Send `count` bytes that are in `room` now, or keep them for the next connection."""
-        with self._sending:
-            self._check()
-            self._backlog.filled(count)
-            self._push_now()
-        self._settle()
 
     def wait_for_room(self, window: int = LINK_WINDOW) -> None:
         """Wait while more than `window` bytes are kept, until half of them are counted."""
@@ -148,7 +131,6 @@ class Outgoing:
             pair.send(b"".join((RECORD.pack(len(data)), data)))
             self._gather()
             backlog.sent(len(data))
-            self.sent += size_on_wire(len(data))
             # The kernel is asked now, for the next write: the other end is busy meanwhile.
             pair.has_room = self.patient or pair.writable()
             if self._counted > self._acknowledged:
@@ -238,9 +220,7 @@ class Outgoing:
         spread = Spread(pair, striped=striped)
         while cursor.left:
             self._exchange_counts(pair)
-            before = cursor.position
             spread.send(cursor)
-            self.sent += size_on_wire(cursor.position - before)
         while self._goal - self._acknowledged > LINK_WINDOW:
             self._await_count(pair)
 
@@ -269,13 +249,11 @@ class Outgoing:
         while unsent := self._backlog.unsent():
             pair.write(unsent, RECORD.pack(len(unsent)))
             self._backlog.sent(len(unsent))
-            self.sent += size_on_wire(len(unsent))
 
     def _exchange_counts(self, pair: Pair) -> None:
         if self._count_due:
             self._count_due = False
-            used = self._connections.received - self._connections.unused
-            pair.sender.sendall(RECORD.pack(used | IS_COUNT))
+            pair.sender.sendall(RECORD.pack(self._connections.received | IS_COUNT))
         if self._counted > self._acknowledged:
             self._check_count(self._counted)
             self._acknowledged = self._counted

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import ssl
 import struct
 import threading
 
@@ -44,12 +45,6 @@ TLS_OVERHEAD = 22
 """What a record of TLS 1.3 adds: a head of 5 bytes, the kind, and a tag of 16."""
 JOINED = TLS_RECORD - RECORD.size
 """The most of a part that is sent in one write with the 8 bytes."""
-
-
-def size_on_wire(length: int) -> int:
-    """How many bytes a part of the stream takes over TLS, with the first 8 of its record."""
-    written = length + RECORD.size
-    return written + -(-written // TLS_RECORD) * TLS_OVERHEAD
 
 
 class Pair:
@@ -109,7 +104,7 @@ class Pair:
         """Stop sending, and read a little longer: a process may have sent a result and died."""
         if not self.broken:
             self.broken = True
-            _shut(self.sender)
+            shut(self.sender)
             cutting.later(LAST_WORDS_SECONDS, self.cut)
 
     def cut(self) -> None:
@@ -119,7 +114,7 @@ class Pair:
             ends = [*self._out.values(), *self._in.values()]
             self._changed.notify_all()
         for end in ends:
-            _shut(end)
+            shut(end)
 
     def close(self) -> None:
         """Close all connections."""
@@ -210,7 +205,11 @@ def _round_trip(end: socket.socket) -> float:
     return float(struct.unpack_from("I", information, MIN_RTT_AT)[0]) / 1e6
 
 
-def _shut(end: socket.socket) -> None:
+def shut(end: socket.socket) -> None:
+    """Make reads and writes of all threads end."""
     with contextlib.suppress(OSError):
-        # The method of the plain socket: the one of a TLS socket would wait for the peer.
-        socket.socket.shutdown(end, socket.SHUT_RDWR)
+        if isinstance(end, ssl.SSLSocket):
+            # The method of the plain socket: the one of a TLS socket would wait for the peer.
+            socket.socket.shutdown(end, socket.SHUT_RDWR)
+        else:
+            end.shutdown(socket.SHUT_RDWR)

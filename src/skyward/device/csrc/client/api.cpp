@@ -52,10 +52,12 @@ int sky_register(const char* left, int* count) {
   });
 }
 
-int sky_open(int index, int ops, const int* bulk, int bulk_count, int shares_memory, int on_cpu) {
+// Of the library of links, once, before a device that is reached over a network.
+void sky_use_links(const sky_link_functions* functions) { sky::link_functions = functions; }
+
+int sky_open(int index, const uint64_t* ways, int count, int shares_memory, int on_cpu) {
   return sky::guarded([&] {
-    std::vector<int> sockets(bulk, bulk + bulk_count);
-    sky::open_session(index, ops, std::move(sockets), shares_memory != 0, on_cpu != 0);
+    sky::open_session(index, sky::ways_of(ways, count, shares_memory != 0), shares_memory != 0, on_cpu != 0);
   });
 }
 
@@ -217,17 +219,17 @@ int sky_renew(uint32_t serial, uint32_t slot) {
 
 // `kept` has slot, birth and bytes of the storages that get memory again. The others are lost: `slots` and `texts`
 // have what to say of them, `otherwise` what to say of those that are not there.
-int sky_reopen(uint32_t serial, int ops, const int* bulk, int bulk_count, int shares_memory, int on_cpu,
-               const uint64_t* kept, uint64_t kept_count, const uint32_t* slots, const char* const* texts,
-               uint64_t lost_count, const char* otherwise) {
+int sky_reopen(uint32_t serial, const uint64_t* ways, int count, int shares_memory, int on_cpu, const uint64_t* kept,
+               uint64_t kept_count, const uint32_t* slots, const char* const* texts, uint64_t lost_count,
+               const char* otherwise) {
   return sky::guarded([&] {
     sky::Inheritance inheritance;
     auto* lives = reinterpret_cast<const sky::Life*>(kept);
     for (uint64_t i = 0; i < kept_count; i++) inheritance.kept[static_cast<uint32_t>(lives[i].slot)] = lives[i];
     for (uint64_t i = 0; i < lost_count; i++) inheritance.lost[slots[i]] = texts[i];
     inheritance.otherwise = otherwise;
-    std::vector<int> sockets(bulk, bulk + bulk_count);
-    sky::reopen_session(serial, ops, std::move(sockets), shares_memory != 0, on_cpu != 0, inheritance);
+    sky::reopen_session(serial, sky::ways_of(ways, count, shares_memory != 0), shares_memory != 0, on_cpu != 0,
+                        inheritance);
   });
 }
 

@@ -14,7 +14,7 @@ constexpr uint64_t kQueuedMost = 256 << 20;
 
 }  // namespace
 
-Bulk::Bulk(std::vector<int> sockets, SharedRings* rings) : sockets_(std::move(sockets)), rings_(rings) {}
+Bulk::Bulk(std::vector<Way> ways, SharedRings* rings) : ways_(std::move(ways)), rings_(rings) {}
 
 Bulk::~Bulk() { retire(); }
 
@@ -25,7 +25,7 @@ void Bulk::retire() {
 }
 
 void Bulk::close() noexcept {
-  sockets_.close();
+  ways_.close();
   if (rings_) {
     rings_->up.wake();
     rings_->down.wake();
@@ -42,23 +42,24 @@ void Bulk::check() {
 
 void Bulk::write(const void* data, uint64_t size) {
   if (rings_) rings_->up.write(data, size);
-  else sockets_.send(data, size, 0, size);
+  else ways_.send(data, size, 0, size);
 }
 
 void Bulk::read(void* into, uint64_t size) {
   if (rings_) rings_->down.read(into, size);
-  else sockets_.receive(into, size, 0, size);
+  else ways_.receive(into, size, 0, size);
 }
 
-// What has come of `total` bytes, of which `done` came before; 0 where nothing has for a moment.
-uint64_t Bulk::read_some(void* into, uint64_t size, uint64_t done, uint64_t total) {
-  if (rings_) return rings_->down.read_some(into, size, &kMoment);
-  return sockets_.receive_some(into, size, done, total, kMoment);
-}
-
-void Bulk::read_nowhere(uint64_t done, uint64_t total) {
-  std::vector<char> piece(std::min<uint64_t>(total - done, kRingStep));
-  while (done < total) done += read_some(piece.data(), std::min(total - done, piece.size()), done, total);
+// Goes on for a moment with a transfer; returns whether all of it is there. Without memory, it is dropped.
+bool Bulk::read_some(void* into, uint64_t total, Stripes::Progress& progress) {
+  if (!rings_) return ways_.receive_some(into, total, progress, kMoment);
+  progress.resize(1);
+  auto& done = progress.front();
+  static thread_local std::vector<char> nowhere;
+  if (!into) nowhere.resize(kRingStep);
+  auto* to = into ? static_cast<char*>(into) + done : nowhere.data();
+  done += rings_->down.read_some(to, into ? total - done : std::min<uint64_t>(total - done, kRingStep), &kMoment);
+  return done == total;
 }
 
 // Waits for those that receive what comes before; Ctrl-C ends it.
@@ -78,7 +79,7 @@ void Bulk::send(const void* data, uint64_t size, bool later) {
     if (later && !fits) {
       changed_.wait(lock, [&] { return !queued_ || queued_ + size <= kQueuedMost || ending_ || !broken_.empty(); });
       check();
-      Parcel parcel{std::make_unique_for_overwrite<char[]>(size), size};
+      Parcel parcel{std::shared_ptr<char[]>(new char[size]), size};
       std::memcpy(parcel.bytes.get(), data, size);
       parcels_.push_back(std::move(parcel));
       queued_ += size;
@@ -101,7 +102,8 @@ void Bulk::send_queued() {
     lock.unlock();
     std::string problem;
     try {
-      write(parcel.bytes.get(), parcel.size);
+      if (rings_) write(parcel.bytes.get(), parcel.size);
+      else ways_.send_kept(parcel.bytes, parcel.size);
     } catch (const Disconnected& e) {
       problem = e.what();
     }
@@ -115,22 +117,21 @@ void Bulk::send_queued() {
 }
 
 void Bulk::receive(void* into, uint64_t size) {
-  uint64_t done = 0;
+  Stripes::Progress progress;
   try {
     {
       std::unique_lock lock(mutex_);
       await_landings(lock);
       check();
     }
-    for (auto looked = std::chrono::steady_clock::now(); done < size;) {
-      done += read_some(static_cast<char*>(into) + done, size - done, done, size);
+    for (auto looked = std::chrono::steady_clock::now(); size && !read_some(into, size, progress);) {
       if (auto now = std::chrono::steady_clock::now(); now - looked >= kLooksAfter) {
         check_interrupts();
         looked = now;
       }
     }
   } catch (const Interrupted&) {
-    land({{}, size, done});
+    land({{}, size, std::move(progress)});
     throw;
   }
 }
@@ -172,7 +173,8 @@ void Bulk::receive_queued() {
     std::string problem;
     try {
       if (landing.into.defined()) complaint = read_tensor(landing.into);
-      else read_nowhere(landing.done, landing.skipped);
+      else
+        while (landing.skipped && !read_some(nullptr, landing.skipped, landing.progress)) continue;
     } catch (const Disconnected& e) {
       problem = e.what();
     }

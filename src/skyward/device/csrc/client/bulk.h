@@ -25,7 +25,7 @@ struct Complaint {
 class Bulk {
  public:
   // Through the rings if there are any; they belong to the caller.
-  Bulk(std::vector<int> sockets, SharedRings* rings);
+  Bulk(std::vector<Way> ways, SharedRings* rings);
   ~Bulk();
   Bulk(const Bulk&) = delete;
 
@@ -42,30 +42,30 @@ class Bulk {
 
   void close() noexcept;
   void retire();  // ends its threads; nothing may be sent any more
-  void send_descriptor(int fd) { sky::send_descriptor(sockets_.first(), fd); }
+  void send_descriptor(int fd) { sky::send_descriptor(ways_.first().socket(), fd); }
 
  private:
   struct Parcel {
-    std::unique_ptr<char[]> bytes;
+    std::shared_ptr<char[]> bytes;
     uint64_t size;
   };
   // What a thread of ours receives: a tensor with its head, or bytes that nobody wants any more.
   struct Landing {
     at::Tensor into;
-    uint64_t skipped = 0, done = 0;
+    uint64_t skipped = 0;
+    Stripes::Progress progress{};  // of what is skipped
   };
   void land(Landing landing);
   void write(const void* data, uint64_t size);
   void read(void* into, uint64_t size);
-  uint64_t read_some(void* into, uint64_t size, uint64_t done, uint64_t total);
-  void read_nowhere(uint64_t done, uint64_t total);
+  bool read_some(void* into, uint64_t total, Stripes::Progress& progress);
   std::unique_ptr<Complaint> read_tensor(const at::Tensor& into);
   void await_landings(std::unique_lock<std::mutex>& lock);
   void send_queued();
   void receive_queued();
   void check();
 
-  Stripes sockets_;
+  Stripes ways_;
   SharedRings* rings_;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -46,7 +46,7 @@ Session* session_by_serial(uint32_t serial) noexcept {
   return serial < Address::kSerials ? by_serial[serial].load(std::memory_order_acquire) : nullptr;
 }
 
-Session& open_session(int index, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu) {
+Session& open_session(int index, std::vector<Way> ways, bool shares_memory, bool on_cpu) {
   std::lock_guard lock(registry_mutex);
   if (sessions.capacity() < Address::kSerials - 1) {
     sessions.reserve(Address::kSerials - 1);
@@ -56,18 +56,18 @@ Session& open_session(int index, int ops, std::vector<int> bulk, bool shares_mem
   SKY_CHECK(sessions.size() < sessions.capacity(), "this process has opened ", sessions.size(),
             " sky devices, which is the most; start another");
   auto serial = static_cast<uint32_t>(sessions.size() + 1);
-  sessions.push_back(std::make_unique<Session>(index, serial, ops, std::move(bulk), shares_memory, on_cpu));
+  sessions.push_back(std::make_unique<Session>(index, serial, std::move(ways), shares_memory, on_cpu));
   by_serial[serial] = sessions.back().get();
   by_index[index] = sessions.back().get();
   return *sessions.back();
 }
 
-Session& reopen_session(uint32_t serial, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu,
+Session& reopen_session(uint32_t serial, std::vector<Way> ways, bool shares_memory, bool on_cpu,
                         const Inheritance& inheritance) {
   auto* before = session_by_serial(serial);
   SKY_CHECK(before && !before->is_disowned(), "no device of this process had the number ", serial);
   auto index = before->index;
-  auto made = std::make_unique<Session>(index, serial, ops, std::move(bulk), shares_memory, on_cpu);
+  auto made = std::make_unique<Session>(index, serial, std::move(ways), shares_memory, on_cpu);
   made->inherit(*before, inheritance);
   std::lock_guard lock(registry_mutex);
   auto& place = sessions.at(serial - 1);

@@ -43,14 +43,14 @@ constexpr uint64_t kOperationsPerWait = 12;
 
 }  // namespace
 
-Session::Session(int index, uint32_t serial, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu)
+Session::Session(int index, uint32_t serial, std::vector<Way> ways, bool shares_memory, bool on_cpu)
     : index(index),
       serial(serial),
       on_cpu(on_cpu),
       remembered(shares_memory ? nullptr : std::make_unique<Remembered>()),
-      rings_(shares_memory ? SharedRings::make(ops, bulk.front()) : nullptr),
-      ops_(ops, rings_ ? &rings_->records : nullptr, rings_ ? &rings_->replies : nullptr),
-      bulk_(std::move(bulk), rings_.get()),
+      rings_(shares_memory ? SharedRings::make(ways[0].socket(), ways[1].socket()) : nullptr),
+      ops_(ways[0], rings_ ? &rings_->records : nullptr, rings_ ? &rings_->replies : nullptr),
+      bulk_({ways.begin() + 1, ways.end()}, rings_.get()),
       encoder_(shares_memory ? nullptr : std::make_unique<Encoder>()) {
   if (rings_) rings_->replies.spin(std::thread::hardware_concurrency() > 2);
   out_.reserve(1 << 16);

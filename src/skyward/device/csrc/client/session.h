@@ -106,7 +106,7 @@ struct TensorPlace {
 class Session {
  public:
   // `bulk` are the sockets for the bytes of tensors: one, or over a network several.
-  Session(int index, uint32_t serial, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu);
+  Session(int index, uint32_t serial, std::vector<Way> ways, bool shares_memory, bool on_cpu);
   ~Session();
   Session(const Session&) = delete;
 
@@ -284,11 +284,11 @@ inline bool is_sky(const at::Tensor& t) {
 // The session behind a device index; throws if there is none.
 Session& session_at(c10::DeviceIndex index);
 Session* session_by_serial(uint32_t serial) noexcept;
-Session& open_session(int index, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu);
+Session& open_session(int index, std::vector<Way> ways, bool shares_memory, bool on_cpu);
 void close_session(int index, const std::string& why);  // the last one that had this index
 void forget_index(const Session& session);              // it is closed, and its index free
 // Takes the place of a session whose worker is gone: its index, its serial, and so its tensors.
-Session& reopen_session(uint32_t serial, int ops, std::vector<int> bulk, bool shares_memory, bool on_cpu,
+Session& reopen_session(uint32_t serial, std::vector<Way> ways, bool shares_memory, bool on_cpu,
                         const Inheritance& inheritance);
 int open_count();
 std::vector<int> open_indices();

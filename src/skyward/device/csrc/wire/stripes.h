@@ -1,60 +1,81 @@
-// The connections that carry the bytes of tensors over a network. Long transfers are cut into stripes, which go over
-// all of them in turn: each is encrypted by a thread of its own.
+// The ways that carry the bytes of tensors. Long transfers over a network are cut into stripes, which go over all links
+// in turn: each is encrypted by a thread of its own.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
-#include "socket.h"
+#include "way.h"
 
 namespace sky {
 
 class Stripes {
  public:
-  // Small enough that a socket's buffer takes it, so that all of them are filled at once.
-  static constexpr uint64_t kStripe = 64 << 10, kLong = 1 << 20;
+  static constexpr uint64_t kLong = 1 << 20;
 
-  explicit Stripes(std::vector<int> sockets) : sockets_(std::move(sockets)) {}
+  explicit Stripes(std::vector<Way> ways, uint64_t stripe = 64 << 10) : ways_(std::move(ways)), stripe_(stripe) {
+    for (auto& way : ways_) links_.push_back(way.link());
+  }
 
   // A part of `total` bytes, of which `done` went before it. Both ends cut alike, however they divide the bytes.
-  void send(const void* data, uint64_t size, uint64_t done, uint64_t total) {
-    auto* p = static_cast<const char*>(data);
-    each(size, done, total, [&](int socket, uint64_t at, uint64_t n) { send_all(socket, p + at, n); });
+  void send(const void* data, uint64_t size, uint64_t done, uint64_t total) const {
+    send(data, size, done, total, nullptr, nullptr);
   }
-  void receive(void* into, uint64_t size, uint64_t done, uint64_t total) {
-    auto* p = static_cast<char*>(into);
-    each(size, done, total, [&](int socket, uint64_t at, uint64_t n) { receive_all(socket, p + at, n); });
+  // The links may use the memory until they let go of it.
+  void send_kept(std::shared_ptr<char[]> memory, uint64_t size) const {
+    if (is_whole(size)) return first().send(memory.get(), size);
+    auto* data = memory.get();
+    auto release = [](void* owner) { delete static_cast<std::shared_ptr<char[]>*>(owner); };
+    send(data, size, 0, size, new std::shared_ptr<char[]>(std::move(memory)), release);
   }
-
-  // At least a byte of what follows `done`; 0 where none came within that time. A signal ends the wait as well.
-  uint64_t receive_some(void* into, uint64_t size, uint64_t done, uint64_t total, const timespec& most) {
-    bool is_long = sockets_.size() > 1 && total >= kLong;
-    int socket = sockets_[is_long ? done / kStripe % sockets_.size() : 0];
-    if (!is_readable(socket, most)) return 0;
-    auto got = sky::receive_some(socket, into, is_long ? std::min(size, kStripe - done % kStripe) : size);
-    if (!got) throw Disconnected("the other end is gone");
-    return got;
+  void receive(void* into, uint64_t size, uint64_t done, uint64_t total) const {
+    if (is_whole(total)) return first().receive(into, size);
+    std::vector<uint64_t> progress(links_.size());
+    first().check(
+        link_functions->receive_striped(links_.data(), count(), into, size, done, stripe_, progress.data(), -1));
   }
 
-  int first() const { return sockets_.front(); }
-  void close() noexcept {
-    for (int socket : sockets_) ::shutdown(socket, SHUT_RDWR);
+  // What has come of a transfer, on each way.
+  using Progress = std::vector<uint64_t>;
+
+  // Goes on with a transfer for at most that time; returns whether all of it is there. Without memory, it is dropped.
+  // A signal may end the wait as well.
+  bool receive_some(void* into, uint64_t total, Progress& progress, const timespec& most) const {
+    progress.resize(ways_.size());
+    if (!is_whole(total)) {
+      auto limit = milliseconds_of(most);
+      return first().check(
+          link_functions->receive_striped(links_.data(), count(), into, total, 0, stripe_, progress.data(), limit));
+    }
+    auto& done = progress.front();
+    if (done == total) return true;
+    if (!first().is_readable(most)) return false;
+    char nowhere[16 << 10];
+    auto n = into ? first().receive_some(static_cast<char*>(into) + done, total - done)
+                  : first().receive_some(nowhere, std::min<uint64_t>(total - done, sizeof nowhere));
+    if (!n) throw Disconnected("the other end is gone");
+    done += n;
+    return done == total;
+  }
+
+  const Way& first() const { return ways_.front(); }
+  void close() const noexcept {
+    for (auto& way : ways_) way.close();
   }
 
  private:
-  template <typename F>
-  void each(uint64_t size, uint64_t done, uint64_t total, F&& f) {
-    if (sockets_.size() == 1 || total < kLong) return f(sockets_.front(), 0, size);
-    for (uint64_t at = 0; at < size;) {
-      auto place = done + at;
-      auto n = std::min(size - at, kStripe - place % kStripe);
-      f(sockets_[place / kStripe % sockets_.size()], at, n);
-      at += n;
-    }
+  void send(const void* data, uint64_t size, uint64_t done, uint64_t total, void* owner, void (*release)(void*)) const {
+    if (is_whole(total)) return first().send(data, size);
+    first().check(link_functions->send_striped(links_.data(), count(), data, size, done, stripe_, owner, release));
   }
+  bool is_whole(uint64_t total) const { return ways_.size() == 1 || total < kLong; }
+  int count() const { return static_cast<int>(links_.size()); }
 
-  std::vector<int> sockets_;
+  std::vector<Way> ways_;
+  std::vector<void*> links_;
+  uint64_t stripe_;
 };
 
 }  // namespace sky

@@ -15,7 +15,7 @@
 #include "session.h"
 
 // Serves one client until it leaves. Returns 0, or 1 with a message for the log.
-extern "C" int sky_worker_serve(int ops, const int* bulk, int bulk_count, int shares_memory, const char* device,
+extern "C" int sky_worker_serve(const uint64_t* ways, int count, int shares_memory, const char* device,
                                 int (*make_link)(const char*, char*, size_t), void (*end_link)(uint64_t), char* message,
                                 size_t size) {
   try {
@@ -26,8 +26,8 @@ extern "C" int sky_worker_serve(int ops, const int* bulk, int bulk_count, int sh
     if (!real.is_cpu()) guard.reset_device(real);
     at::AutoDispatchBelowADInplaceOrView below;
     at::NoGradGuard no_grad;
-    std::vector<int> sockets(bulk, bulk + bulk_count);
-    sky::Session(ops, std::move(sockets), shares_memory != 0, real, {make_link, end_link}).serve();
+    sky::Session(sky::ways_of(ways, count, shares_memory != 0), shares_memory != 0, real, {make_link, end_link})
+        .serve();
     return 0;
   } catch (const std::exception& e) {
     snprintf(message, size, "%s", e.what());
@@ -73,13 +73,16 @@ extern "C" int sky_worker_try(const char* device) {
   }
 }
 
-// A link to the process of another device, over a connected socket; the other sockets lead to its carriers, first those
-// that send. The core uses duplicates of them all. `own` and `name` are the two devices' names if this side has dialed;
+// Of the library of links, once, before anything comes over a network.
+extern "C" void sky_worker_use_links(const sky_link_functions* functions) { sky::link_functions = functions; }
+
+// A link to the process of another device, over a socket, or over links of which all but the first carry long copies.
+// The core uses a duplicate of the socket. `own` and `name` are the two devices' names if this side has dialed;
 // else `own` is null. Returns 0, or 1 with a message.
-extern "C" int sky_worker_link(uint64_t link, const int* sockets, int count, int shares_memory, const char* own,
+extern "C" int sky_worker_link(uint64_t link, const uint64_t* ways, int count, int shares_memory, const char* own,
                                const char* name, char* message, size_t size) {
   try {
-    sky::Peers::all().add(link, std::vector<int>(sockets, sockets + count), shares_memory != 0, own, name);
+    sky::Peers::all().add(link, sky::ways_of(ways, count, shares_memory != 0), shares_memory != 0, own, name);
     return 0;
   } catch (const std::exception& e) {
     snprintf(message, size, "%s", e.what());

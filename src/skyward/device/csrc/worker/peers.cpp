@@ -19,43 +19,42 @@ constexpr uint64_t kHalf = 8 << 20;
 constexpr size_t kLongestText = 16 << 10;
 constexpr timespec kPatience{10, 0};
 // Shorter passages go with their heads, without a detour.
-constexpr uint64_t kLong = 1 << 20;
+constexpr uint64_t kLong = Stripes::kLong;
 
 // Before the bytes of a passage: its number, and how many they are, which is none where there is a reason after them.
 struct PassageHead {
   uint64_t number, bytes;
 };
 
-using Sockets = std::vector<int>;
-
-Sockets outward(const Sockets& sockets) { return {sockets.begin() + 1, sockets.begin() + 1 + sockets.size() / 2}; }
-Sockets inward(const Sockets& sockets) { return {sockets.begin() + 1 + sockets.size() / 2, sockets.end()}; }
+// How much of a long passage goes over one link before the next one's turn.
+constexpr uint64_t kPiece = 256 << 10;
 
 std::string short_of(const std::string& text) { return text.substr(0, kLongestText); }
 
 }  // namespace
 
 // The one who dialed tells its name and waits for a byte: from then on the other end knows the link.
-Peer::Peer(uint64_t link, const Sockets& sockets, bool shares_memory, const char* own, std::string name)
+Peer::Peer(uint64_t link, const std::vector<Way>& ways, bool shares_memory, const char* own, std::string name)
     : link_(link),
-      socket_(sockets.front()),
-      outward_(outward(sockets)),
-      inward_(inward(sockets)),
+      socket_(shares_memory ? std::make_unique<OwnSocket>(ways.front().socket()) : nullptr),
+      way_(socket_ ? Way(static_cast<uint64_t>(int{*socket_}), true) : ways.front()),
+      long_({ways.begin() + 1, ways.end()}, kPiece),
       name_(std::move(name)) {
-  if (shares_memory)
-    rings_ =
-        own ? make_rings<PeerRings>(socket_, int{socket_}, true) : join_rings<PeerRings>(socket_, int{socket_}, false);
+  if (socket_) {
+    int socket = *socket_;
+    rings_ = own ? make_rings<PeerRings>(socket, socket, true) : join_rings<PeerRings>(socket, socket, false);
+  }
   if (own) {
     Writer w;
     w.text(short_of(own));
-    send_all(socket_, w.bytes().data(), w.size());
+    way_.send(w.bytes().data(), w.size());
     return;
   }
   uint32_t length;
-  receive_all(socket_, &length, sizeof length);
+  way_.receive(&length, sizeof length);
   if (length > kLongestText) throw Disconnected("a name of impossible length");
   name_.resize(length);
-  receive_all(socket_, name_.data(), length);
+  way_.receive(name_.data(), length);
 }
 
 Peer::~Peer() {
@@ -79,9 +78,8 @@ void Peer::close(const std::string& why, bool is_lost) noexcept {
     // Once: their numbers may be those of other connections afterwards.
     if (is_closed_) return;
     is_closed_ = true;
-    ::shutdown(socket_, SHUT_RDWR);
-    outward_.close();
-    inward_.close();
+    way_.close();
+    long_.close();
     if (rings_) {
       rings_->out.wake();
       rings_->in.wake();
@@ -97,10 +95,6 @@ void Peer::close(const std::string& why, bool is_lost) noexcept {
     };
     take_rest(leaving_, left, sender_.joinable());
     take_rest(arriving_, missing, receiver_.joinable());
-    if (!sender_.joinable()) {
-      outward_.release();
-      inward_.release();
-    }
     changed_.notify_all();
   }
   // What was to leave is here as it was: that it did not arrive is for the other end to tell.
@@ -140,14 +134,14 @@ void Peer::drop_first(Queue& queue, Reason failure) {
 
 void Peer::write(const void* data, uint64_t size, uint64_t done, uint64_t total) {
   if (rings_) rings_->out.write(data, size);
-  else if (total < kLong) send_all(socket_, data, size);
-  else outward_.carry(data, size, done);
+  else if (total < kLong) way_.send(data, size);
+  else long_.send(data, size, done, total);
 }
 
 void Peer::read(void* into, uint64_t size, uint64_t done, uint64_t total) {
   if (rings_) rings_->in.read(into, size);
-  else if (total < kLong) receive_all(socket_, into, size);
-  else inward_.carry(into, size, done);
+  else if (total < kLong) way_.receive(into, size);
+  else long_.receive(into, size, done, total);
 }
 
 // As the session's own thread: neither gradients nor warnings are for these.
@@ -166,7 +160,6 @@ void Peer::carry_out() {
       close(e.what(), true);
     }
   drop_first(leaving_, nullptr);
-  outward_.release();
 }
 
 void Peer::carry_in() {
@@ -193,7 +186,6 @@ void Peer::carry_in() {
     close(e.what(), true);
   }
   drop_first(arriving_, lost_);
-  inward_.release();
 }
 
 // Where what goes out stops coming in half-way, the rest is sent all the same, and then the reason.
@@ -337,9 +329,9 @@ Peers& Peers::all() {
   return peers;
 }
 
-void Peers::add(uint64_t link, const Sockets& sockets, bool shares_memory, const char* own, std::string name) {
-  int socket = sockets.front();
-  auto peer = std::make_shared<Peer>(link, sockets, shares_memory, own, std::move(name));
+void Peers::add(uint64_t link, const std::vector<Way>& ways, bool shares_memory, const char* own, std::string name) {
+  auto& way = ways.front();
+  auto peer = std::make_shared<Peer>(link, ways, shares_memory, own, std::move(name));
   {
     std::lock_guard lock(mutex_);
     if (!peers_.emplace(link, peer).second) throw Disconnected("a link that there is already");
@@ -347,11 +339,11 @@ void Peers::add(uint64_t link, const Sockets& sockets, bool shares_memory, const
   char known = 1;
   try {
     if (!own) {
-      send_all(socket, &known, 1);
-    } else if (!is_readable(socket, kPatience)) {
+      way.send(&known, 1);
+    } else if (!way.is_readable(kPatience)) {
       throw Disconnected("it did not answer within 10 s");
     } else {
-      receive_all(socket, &known, 1);
+      way.receive(&known, 1);
     }
   } catch (const Disconnected& problem) {
     // The other device may be tried at another address, for the same link.

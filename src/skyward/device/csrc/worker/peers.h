@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "../wire/shared_memory.h"
-#include "carriers.h"
+#include "../wire/stripes.h"
 #include "progress.h"
 
 namespace sky {
@@ -45,9 +45,8 @@ class PeerRings {
 // One link. Two threads of its own carry what the session hands over, so that the session goes on.
 class Peer {
  public:
-  // The sockets stay the caller's. All but the first lead to carriers, half of them outward. `own` is this device's
-  // name if this side dialed.
-  Peer(uint64_t link, const std::vector<int>& sockets, bool shares_memory, const char* own, std::string name);
+  // The ways stay the caller's; all but the first carry long copies. `own` is this device's name if this side dialed.
+  Peer(uint64_t link, const std::vector<Way>& ways, bool shares_memory, const char* own, std::string name);
   ~Peer();
   Peer(const Peer&) = delete;
 
@@ -77,8 +76,9 @@ class Peer {
   void write(const void* data, uint64_t size, uint64_t done, uint64_t total);
   void read(void* into, uint64_t size, uint64_t done, uint64_t total);
   const uint64_t link_;
-  const OwnSocket socket_;
-  Carriers outward_, inward_;
+  const std::unique_ptr<OwnSocket> socket_;  // on one host
+  const Way way_;
+  const Stripes long_;
   std::unique_ptr<PeerRings> rings_;
   std::string name_;
   c10::Device device_{c10::kCPU};
@@ -94,7 +94,7 @@ class Peer {
 class Peers {
  public:
   static Peers& all();
-  void add(uint64_t link, const std::vector<int>& sockets, bool shares_memory, const char* own, std::string name);
+  void add(uint64_t link, const std::vector<Way>& ways, bool shares_memory, const char* own, std::string name);
   void send(std::shared_ptr<Passage> passage, c10::Device device);
   void expect(std::shared_ptr<Passage> passage, c10::Device device);
   // The connections are lost for good.

@@ -64,7 +64,7 @@ std::string Session::probe(Reader& r, Reader& payload, uint32_t count) {
 // 0: `text` holds the arguments; 1: they are malformed; 2: something else went wrong, which is a defect.
 extern "C" int sky_worker_probe(const char* data, size_t size, const char* sent, size_t sent_size, uint32_t count,
                                 char* text, size_t capacity) {
-  static sky::Session session(-1, {-1}, false, c10::Device(c10::kCPU));
+  static sky::Session session({sky::Way(0, false), sky::Way(0, false)}, false, c10::Device(c10::kCPU));
   try {
     sky::Reader r(data, size), payload(sent, sent_size);
     snprintf(text, capacity, "%s", session.probe(r, payload, count).c_str());

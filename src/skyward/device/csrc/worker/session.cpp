@@ -34,10 +34,10 @@ std::pair<uint64_t, uint64_t> host_memory() {
 
 }  // namespace
 
-Session::Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device device, Links links)
-    : bulk_(std::move(bulk)),
-      rings_(shares_memory ? SharedRings::join(ops, bulk_.first()) : nullptr),
-      ops_(ops, rings_ ? &rings_->replies : nullptr, rings_ ? &rings_->records : nullptr),
+Session::Session(const std::vector<Way>& ways, bool shares_memory, c10::Device device, Links links)
+    : bulk_({ways.begin() + 1, ways.end()}),
+      rings_(shares_memory ? SharedRings::join(ways[0].socket(), ways[1].socket()) : nullptr),
+      ops_(ways[0], rings_ ? &rings_->replies : nullptr, rings_ ? &rings_->records : nullptr),
       decoder_(shares_memory ? nullptr : std::make_unique<Decoder>()),
       buffer_(1 << 20),
       device_(device),

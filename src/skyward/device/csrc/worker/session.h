@@ -92,8 +92,8 @@ struct Links {
 
 class Session {
  public:
-  // `bulk` are the sockets for the bytes of tensors, as many as the client has. `links` makes links to other devices.
-  Session(int ops, std::vector<int> bulk, bool shares_memory, c10::Device device, Links links = {});
+  // The first way is for records, the others are for the bytes of tensors. `links` makes links to other devices.
+  Session(const std::vector<Way>& ways, bool shares_memory, c10::Device device, Links links = {});
   ~Session();
 
   // Until the client leaves.

@@ -8,7 +8,7 @@ void Session::share(Reader& r) {
   auto bytes = r.u64();
   if (!rings_) throw Malformed("shared memory from another host");
   if (areas_.count(number)) throw Malformed("an area that is known already");
-  int fd = receive_descriptor(bulk_.first());
+  int fd = receive_descriptor(bulk_.first().socket());
   if (fd < 0) throw Malformed("shared memory without a descriptor");
   if (size_of_memory(fd) < bytes) {
     ::close(fd);

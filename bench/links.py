@@ -1,0 +1,238 @@
+"""A device over TLS, as between two machines, beside plain C++ programs over the same library.
+
+python bench/links.py                  # CPU workers
+python bench/links.py --device cuda    # GPU workers
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from measure import Sample, interleave, timed
+from report import Row, absolute, compared, run_suite
+from throttle import apart
+from training import QUIET
+
+import skyward as sky
+from skyward.device.meeting import BACKLOGS
+from skyward.device.peers import CARRIERS
+from skyward.wire.handshake import Authority
+from skyward.wire.native import openssl_libraries
+
+MIB = 2**20
+KIND = sys.argv[sys.argv.index("--device") + 1] if "--device" in sys.argv else "cpu"
+STREAMS = sum("bulk" in role for role in BACKLOGS)
+"""Over how many links the bytes of a tensor go."""
+SOURCE = Path(__file__).parent / "tls_floor.cpp"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int
+    pings: int
+    payload: int
+
+
+FULL = Size(rounds=15, pings=2000, payload=256 * MIB)
+QUICK = Size(rounds=3, pings=500, payload=64 * MIB)
+
+
+class Floor:
+    """Two plain programs that talk to each other."""
+
+    def __init__(self, folder: Path, streams: int) -> None:
+        program = folder / "tls_floor"
+        if not program.exists():
+            flags = ("-std=c++20", "-O2", str(SOURCE), "-o", str(program), "-ldl", "-pthread")
+            subprocess.run([os.environ.get("CXX", "g++"), *flags], check=True)
+        authority = Authority("floor")
+        library = next(iter(openssl_libraries()))
+        ends = {"serve": authority.issue("node"), "ask": authority.issue("client")}
+        words = {}
+        for role, credentials in ends.items():
+            parts = ("authority", "certificate", "key")
+            paths = [folder / f"{role}-{part}.pem" for part in parts]
+            for part, path in zip(parts, paths, strict=True):
+                path.write_text(getattr(credentials, part))
+            words[role] = [str(program), role, library, *map(str, paths)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._server = subprocess.Popen(words["serve"], text=True, **pipes)  # type: ignore[call-overload]
+        port = self._server.stdout.readline().strip()
+        self._client = subprocess.Popen(
+            [*words["ask"], port, str(streams)],
+            text=True,
+            **pipes,  # type: ignore[call-overload]
+        )
+
+    def ask(self, what: str, amount: int) -> tuple[float, float]:
+        """Seconds, and the asking program's processor seconds."""
+        self._client.stdin.write(f"{what} {amount}\n")
+        self._client.stdin.flush()
+        taken, used = self._client.stdout.readline().split()
+        return float(taken), float(used)
+
+    def close(self) -> None:
+        """End both programs."""
+        for process in (self._client, self._server):
+            process.stdin.close()
+            process.wait()
+
+
+@contextmanager
+def plain(streams: int) -> Iterator[Floor]:
+    """The floor for so many streams."""
+    with tempfile.TemporaryDirectory(prefix="sky-floor-") as folder:
+        floor = Floor(Path(folder), streams)
+        try:
+            yield floor
+        finally:
+            floor.close()
+
+
+@contextmanager
+def device_over_tls(nodes: int = 1) -> Iterator[list[torch.device]]:
+    """Devices that the client reaches with TLS."""
+    with (
+        warnings.catch_warnings(),
+        sky.Compute(sky.Local(transport="tcp"), nodes=nodes, options=QUIET) as compute,
+    ):
+        warnings.simplefilter("ignore")  # of a loop that waits for every value
+        yield list(compute.devices(KIND))
+
+
+def latency(size: Size) -> Sequence[Row]:
+    """How long a value takes to come back."""
+    with device_over_tls() as (device,), plain(1) as floor:
+        first = torch.ones((), device=device)
+
+        def value() -> float:
+            return sorted(timed(first.item) for _ in range(size.pings))[size.pings // 2]
+
+        samples = interleave(
+            {"ours": value, "floor": lambda: floor.ask("ping", size.pings)[0]}, rounds=size.rounds
+        )
+    against = "a ping-pong of two C++ programs over TLS"
+    return [compared("`.item()` over TLS", samples["ours"], against, samples["floor"], "<= 2x")]
+
+
+def bulk(size: Size) -> Sequence[Row]:
+    """Bytes to a device and back, and the client's processor time for them."""
+    client = psutil.Process()
+    used: dict[str, list[float]] = {"up": [], "send": []}
+
+    def processor() -> float:
+        times = client.cpu_times()
+        return times.user + times.system
+
+    with device_over_tls() as (device,), plain(STREAMS) as floor:
+        host = torch.randn(size.payload // 4)
+        there = host.to(device)
+
+        def up() -> float:
+            before = processor()
+            taken = timed(lambda: (there.copy_(host), torch.sky.synchronize(device)))
+            used["up"].append(processor() - before)
+            return taken
+
+        def send() -> float:
+            taken, spent = floor.ask("send", size.payload)
+            used["send"].append(spent)
+            return taken
+
+        samples = interleave(
+            {
+                "up": up,
+                "down": lambda: timed(there.cpu),
+                "send": send,
+                "receive": lambda: floor.ask("receive", size.payload)[0],
+            },
+            rounds=size.rounds,
+        )
+    rates = {name: sample.per(size.payload, "B/s") for name, sample in samples.items()}
+    against = f"{STREAMS} plain C++ streams over TLS"
+    what = f"{size.payload // MIB} MiB"
+    cpu = {name: Sample(tuple(values[1:])) for name, values in used.items()}
+    return [
+        compared(f"{what} to a device over TLS", rates["up"], against, rates["send"], ">= 0.9x"),
+        compared(
+            f"{what} from a device over TLS", rates["down"], against, rates["receive"], ">= 0.9x"
+        ),
+        compared(
+            f"the client's processor time for {what} to a device",
+            cpu["up"],
+            against,
+            cpu["send"],
+            "<= 1.2x",
+        ),
+    ]
+
+
+def between_nodes(size: Size) -> Sequence[Row]:
+    """Bytes from one node's device to another's."""
+    with apart(), device_over_tls(2) as (here, there), plain(CARRIERS) as floor:
+        source = torch.randn(size.payload // 4, device=here)
+        target = torch.zeros_like(source, device=there)
+
+        def copy() -> float:
+            return timed(lambda: (target.copy_(source), torch.sky.synchronize(there)))
+
+        samples = interleave(
+            {"copy": copy, "floor": lambda: floor.ask("send", size.payload)[0]}, rounds=size.rounds
+        )
+    ours, theirs = (samples[name].per(size.payload, "B/s") for name in ("copy", "floor"))
+    what = f"{size.payload // MIB} MiB from node to node over TLS"
+    against = f"{CARRIERS} plain C++ streams over TLS"
+    return [compared(what, ours, against, theirs, ">= 0.9x"), absolute(what, ours)]
+
+
+def batches(size: Size) -> Sequence[Row]:
+    """A training loop that sends a new batch of 3 MB with every step."""
+    batch = torch.randn(3 * MIB // 4)
+
+    def loop(device: torch.device) -> float:
+        weight = torch.ones((), device=device)
+
+        def steps() -> None:
+            for _ in range(50):
+                sent = batch.to(device, non_blocking=True)
+                weight.add_(sent.sum() * 1e-9)
+            weight.item()
+
+        steps()
+        return timed(steps) / 50
+
+    with (
+        device_over_tls() as (far,),
+        sky.Compute(options=QUIET) as compute,
+    ):
+        near = compute.device(KIND)
+        samples = interleave(
+            {"tls": lambda: loop(far), "shared": lambda: loop(near)}, rounds=size.rounds
+        )
+    return [
+        compared(
+            "a step with a new batch of 3 MB, over TLS",
+            samples["tls"],
+            "over shared memory",
+            samples["shared"],
+        )
+    ]
+
+
+if __name__ == "__main__":
+    if "--device" in sys.argv:
+        at = sys.argv.index("--device")
+        del sys.argv[at : at + 2]
+    run_suite("links", [latency, bulk, between_nodes, batches], full=FULL, quick=QUICK)

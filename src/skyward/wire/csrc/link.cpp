@@ -1,0 +1,733 @@
+#include "link.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <thread>
+
+namespace sky {
+namespace {
+
+constexpr uint64_t kIsCount = 1ULL << 63, kPartMost = 4 << 20, kPart = 1 << 20;
+constexpr int kStripeBit = 32;
+constexpr uint64_t kCountEvery = 1 << 20;
+constexpr uint64_t kChunk = 64 << 10;
+constexpr size_t kTlsRecord = 16 << 10, kTlsOverhead = 22;
+// How many bytes may come that nobody has taken; an honest other end sends fewer.
+constexpr uint64_t kHeldMost = 64 << 20;
+constexpr size_t kForLater = 128 << 10;
+
+constexpr auto kBeat = std::chrono::seconds(1);
+constexpr auto kSilence = std::chrono::seconds(5);
+// How long a connection is still read after the other one has failed.
+constexpr auto kLastWords = std::chrono::seconds(1);
+// How soon the keeper reads what nobody reads, and how long after the last use it looks so often.
+constexpr auto kSoon = std::chrono::milliseconds(10);
+constexpr auto kQuiet = std::chrono::milliseconds(100);
+constexpr int kLookMilliseconds = 100;
+
+uint64_t size_on_wire(uint64_t part) {
+  auto written = part + 8;
+  return written + (written + kTlsRecord - 1) / kTlsRecord * kTlsOverhead;
+}
+
+std::string number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  return text;
+}
+
+}  // namespace
+
+Link::Link(uint64_t window, double patience, std::string other)
+    : window_(window), patience_(patience), other_(std::move(other)) {}
+
+Link::~Link() { end("the link was closed"); }
+
+// Out.
+
+// Waits for something that needs sending or the other end's counts; does both meanwhile if no other thread does.
+template <typename F>
+void Link::await(Lock& lock, F&& ready) {
+  for (;;) {
+    check();
+    if (ready()) return;
+    push(lock, false);
+    if (ready()) return;
+    if (pair_ && !reading_) take(lock, nullptr, 0, 0, true);
+    if (ready()) return;
+    auto pair = pair_;
+    bool writes = pair && !pair->broken && !pushing_ && sent_ < end_, reads = pair && !reading_;
+    if (!writes && !reads) {
+      changed_.wait_for(lock, std::chrono::milliseconds(kLookMilliseconds));
+      continue;
+    }
+    pollfd watched[]{{writes ? pair->out->fd() : -1, POLLOUT, 0}, {reads ? pair->in->fd() : -1, POLLIN, 0}};
+    lock.unlock();
+    ::poll(watched, 2, kLookMilliseconds);
+    lock.lock();
+  }
+}
+
+uint64_t Link::send(const void* data, uint64_t size, bool at_once) {
+  Lock lock(mutex_);
+  check();
+  auto* from = static_cast<const char*>(data);
+  uint64_t done = 0;
+  while (done < size) {
+    if (end_ - counted_ >= window_) {
+      if (at_once) break;
+      await(lock, [&] { return end_ - counted_ <= window_ / 2; });
+    }
+    auto n = std::min(size - done, window_ - (end_ - counted_));
+    append(from + done, n);
+    push(lock, false);
+    done += n;
+  }
+  used_ = Clock::now();
+  lock.unlock();
+  Keeper::instance().used();
+  return done;
+}
+
+void Link::send_large(const std::vector<std::pair<const char*, uint64_t>>& parts, const std::shared_ptr<void>& owner) {
+  Lock lock(mutex_);
+  check();
+  auto first = end_;
+  for (auto [data, size] : parts)
+    for (uint64_t done = 0; done < size;) {
+      if (end_ - counted_ >= window_) await(lock, [&] { return end_ - counted_ <= window_ / 2; });
+      auto n = std::min({size - done, kPart, window_ - (end_ - counted_)});
+      pieces_.push_back({data + done, end_, n, owner});
+      end_ += n;
+      done += n;
+    }
+  auto last = end_;
+  await(lock, [&] { return sent_ >= last; });
+  // Nobody may use the caller's memory afterwards: what is not counted is copied.
+  while (pushing_) changed_.wait(lock);
+  for (auto& piece : pieces_) {
+    if (piece.owner || piece.start < first) continue;
+    std::shared_ptr<void> copy(std::malloc(piece.size), std::free);
+    std::memcpy(copy.get(), piece.data, piece.size);
+    piece.data = static_cast<const char*>(copy.get());
+    piece.owner = std::move(copy);
+  }
+  check();
+  used_ = Clock::now();
+  lock.unlock();
+  Keeper::instance().used();
+}
+
+// Copies bytes to the last piece, if it has room, else to a new one.
+void Link::append(const char* data, uint64_t size) {
+  while (size) {
+    if (pieces_.empty() || !pieces_.back().room) {
+      auto capacity = std::max(kChunk, size);
+      std::shared_ptr<void> memory(std::malloc(capacity), std::free);
+      pieces_.push_back({static_cast<const char*>(memory.get()), end_, 0, memory, capacity});
+    }
+    auto& last = pieces_.back();
+    auto n = std::min(size, last.room);
+    std::memcpy(const_cast<char*>(last.data) + last.size, data, n);
+    last.size += n;
+    last.room -= n;
+    end_ += n;
+    data += n;
+    size -= n;
+  }
+}
+
+// The bytes from that position on, up to the end of their piece.
+const char* Link::unsent(uint64_t position, uint64_t& size, std::shared_ptr<void>& owner) const {
+  auto after = std::upper_bound(pieces_.begin(), pieces_.end(), position,
+                                [](uint64_t at, const Piece& piece) { return at < piece.start; });
+  auto& piece = *std::prev(after);
+  size = piece.start + piece.size - position;
+  owner = piece.owner;
+  return piece.data + (position - piece.start);
+}
+
+// Sends what is due, unless another thread does: that one sends this, too. Without `waits`, as much as the kernel
+// takes; the keeper sends the rest.
+void Link::push(Lock& lock, bool waits) {
+  if (pushing_) return;
+  pushing_ = true;
+  try {
+    while (auto pair = pair_) {
+      if (pair->broken || ended_ || !push_one(lock, *pair, waits)) break;
+    }
+  } catch (...) {
+    pushing_ = false;
+    throw;
+  }
+  pushing_ = false;
+  changed_.notify_all();
+}
+
+// One write; false if there is nothing to send, or the kernel takes nothing now, or the pair is lost.
+bool Link::push_one(Lock& lock, Pair& pair, bool waits) {
+  auto held = pair_;
+  uint64_t size = 0;
+  std::shared_ptr<void> owner;
+  const char* data = nullptr;
+  bool is_joint = pair.joint_size != 0;
+  if (!is_joint && !pair.part_left) {
+    if (count_due_) {
+      count_due_ = false;
+      auto count = (received_ - held_) | kIsCount;
+      std::memcpy(pair.joint.data(), &count, 8);
+      pair.joint_size = 8;
+      pair.joint_part = 0;
+    } else if (sent_ < end_) {
+      auto* from = unsent(sent_, size, owner);
+      auto part = std::min(size, kPartMost);
+      std::memcpy(pair.joint.data(), &part, 8);
+      pair.joint_part = std::min<uint64_t>(part, pair.joint.size() - 8);
+      std::memcpy(pair.joint.data() + 8, from, pair.joint_part);
+      pair.joint_size = 8 + pair.joint_part;
+      pair.part_left = part - pair.joint_part;
+      on_wire_ += size_on_wire(part);
+    } else {
+      return false;
+    }
+    pair.joint_done = 0;
+    is_joint = true;
+  }
+  if (is_joint) {
+    data = pair.joint.data() + pair.joint_done;
+    size = pair.joint_size - pair.joint_done;
+  } else {
+    data = unsent(sent_, size, owner);
+    size = std::min(size, pair.part_left);
+  }
+  lock.unlock();
+  auto moved = pair.out->write(data, size);
+  if (moved == Connection::kNotNow && waits) pair.out->await(false, kLookMilliseconds);
+  lock.lock();
+  if (moved == Connection::kOver) {
+    // What the other end has sent before it went is still read, for a moment.
+    if (!pair.broken) pair.failed_at = Clock::now();
+    pair.broken = true;
+    pair.out->shut();
+    return false;
+  }
+  // A new pair has come meanwhile, which begins where the other end is.
+  if (pair_ != held) return true;
+  if (moved == Connection::kNotNow) return waits;
+  if (!is_joint) {
+    sent_ += static_cast<uint64_t>(moved);
+    pair.part_left -= static_cast<uint64_t>(moved);
+  } else if ((pair.joint_done += static_cast<size_t>(moved)) == pair.joint_size) {
+    sent_ += pair.joint_part;
+    pair.joint_size = 0;
+  }
+  return true;
+}
+
+// With the lock.
+void Link::heard_count(uint64_t count) {
+  if (count > end_) {
+    end_locked("the other end has " + std::to_string(count) + " bytes of a stream that is between " +
+               std::to_string(counted_) + " and " + std::to_string(end_));
+    return;
+  }
+  // Lower ones come after a new pair: its handshake names bytes, too, that nobody has taken yet.
+  counted_ = std::max(counted_, count);
+  changed_.notify_all();
+}
+
+// Pieces that have arrived, unless they are being sent again or the last one has room.
+void Link::forget_counted(std::vector<std::shared_ptr<void>>& dropped) {
+  auto until = std::min(counted_, sent_);
+  while (!pieces_.empty()) {
+    auto& first = pieces_.front();
+    if (first.start + first.size > until || (pieces_.size() == 1 && first.room)) return;
+    dropped.push_back(std::move(first.owner));
+    pieces_.pop_front();
+  }
+}
+
+// In.
+
+// Bytes of the stream that have come, at least one; or as a connection's `read` says. For the thread that reads. With
+// no room, 1 if there are bytes.
+ssize_t Link::read(Pair& pair, char* into, size_t size) {
+  size_t got = 0;
+  for (;;) {
+    ssize_t n;
+    if (pair.left && !size) return 1;
+    if (pair.left) {
+      n = pair.in->read(into + got, std::min<uint64_t>(pair.left, size - got));
+      if (n > 0) {
+        pair.left -= static_cast<uint64_t>(n);
+        got += static_cast<size_t>(n);
+      }
+    } else {
+      n = pair.in->read(pair.head.data() + pair.head_size, pair.head.size() - pair.head_size);
+      if (n > 0 && (pair.head_size += static_cast<size_t>(n)) == pair.head.size()) {
+        pair.head_size = 0;
+        uint64_t value;
+        std::memcpy(&value, pair.head.data(), 8);
+        if (value & kIsCount) {
+          Lock lock(mutex_);
+          if (pair_.get() == &pair) heard_count(value & ~kIsCount);
+          if (ended_) return Connection::kOver;
+        } else if (!value || value > kPartMost) {
+          end(value >> kStripeBit
+                  ? "a frame begins on stripe " + std::to_string(value >> kStripeBit)
+                  : "a record of " + std::to_string(value) + " bytes; the limit is " + std::to_string(kPartMost));
+          return Connection::kOver;
+        } else {
+          pair.left = value;
+        }
+      }
+    }
+    if (n <= 0) return got ? static_cast<ssize_t>(got) : n;
+    if (got && (got == size || !pair.in->has_pending())) return static_cast<ssize_t>(got);
+  }
+}
+
+// Reads once, for the caller or for later; waits so long for it. The caller has made sure that nobody reads.
+uint64_t Link::take(Lock& lock, char* into, uint64_t size, int milliseconds, bool for_later) {
+  auto pair = pair_;
+  reading_ = true;
+  lock.unlock();
+  if (for_later) {
+    if (!for_later_) for_later_ = std::make_unique_for_overwrite<char[]>(kForLater);
+    into = for_later_.get();
+    size = kForLater;
+  }
+  if (milliseconds && !pair->in->has_pending()) pair->in->await(true, milliseconds);
+  auto n = read(*pair, into, size);
+  std::vector<std::shared_ptr<void>> dropped;
+  lock.lock();
+  reading_ = false;
+  uint64_t got = 0;
+  // Bytes of a pair that is given up do not count: the other end was told that they had not come.
+  if (n > 0 && pair_ == pair) {
+    got = static_cast<uint64_t>(n);
+    if (size) received_ += got;
+    if (for_later) {
+      inbox_.emplace_back(into, into + got);
+      held_ += got;
+      if (held_ > kHeldMost) end_locked("it sent " + std::to_string(held_) + " bytes that nobody has asked for");
+    }
+  }
+  if (n != Connection::kNotNow) heard_ = Clock::now();
+  if (n == Connection::kOver) lose(pair);
+  forget_counted(dropped);
+  changed_.notify_all();
+  if (got && !for_later) tell_taken();
+  if (count_due_) push(lock, false);
+  if (!dropped.empty()) {
+    lock.unlock();
+    dropped.clear();
+    lock.lock();
+  }
+  return got;
+}
+
+// With the lock: the user has these bytes, so they may be counted.
+void Link::tell_taken() {
+  auto used = received_ - held_;
+  if (used - told_ < kCountEvery) return;
+  told_ = used;
+  count_due_ = true;
+}
+
+uint64_t Link::receive(void* into, uint64_t size, int milliseconds) {
+  auto until = Clock::now() + std::chrono::milliseconds(std::max(milliseconds, 0));
+  auto* to = static_cast<char*>(into);
+  Lock lock(mutex_);
+  uint64_t got = 0;
+  while (!got) {
+    if (held_ && !reading_) {
+      while (got < size && held_) {
+        auto& first = inbox_.front();
+        auto n = std::min<uint64_t>(size - got, first.size() - inbox_taken_);
+        std::memcpy(to + got, first.data() + inbox_taken_, n);
+        got += n;
+        held_ -= n;
+        if ((inbox_taken_ += n) == first.size()) {
+          inbox_.pop_front();
+          inbox_taken_ = 0;
+        }
+      }
+      tell_taken();
+      if (count_due_) push(lock, false);
+      break;
+    }
+    check();
+    auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+    auto wait = milliseconds < 0 ? kLookMilliseconds : static_cast<int>(std::clamp<long>(left, 0, kLookMilliseconds));
+    if (pair_ && !reading_) got = take(lock, to, size, wait, false);
+    else if (wait) changed_.wait_for(lock, std::chrono::milliseconds(wait));
+    if (!got && milliseconds >= 0 && Clock::now() >= until) break;
+  }
+  used_ = Clock::now();
+  lock.unlock();
+  Keeper::instance().used();
+  return got;
+}
+
+void Link::receive_all(void* into, uint64_t size) {
+  for (uint64_t done = 0; done < size;) done += receive(static_cast<char*>(into) + done, size - done, -1);
+}
+
+bool Link::await_bytes(int milliseconds) {
+  auto until = Clock::now() + std::chrono::milliseconds(milliseconds);
+  Lock lock(mutex_);
+  for (;;) {
+    if (held_) return true;
+    check();
+    auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+    if (left <= 0) return false;
+    auto wait = static_cast<int>(std::min<long>(left, kLookMilliseconds));
+    if (!pair_ || reading_) changed_.wait_for(lock, std::chrono::milliseconds(wait));
+    else if (take(lock, nullptr, 0, wait, false)) return true;
+  }
+}
+
+// The connections.
+
+void Link::install(std::shared_ptr<Pair> pair) {
+  Lock lock(mutex_);
+  if (ended_ || pair->attempt < attempt_) return;
+  attempt_ = pair->attempt;
+  if (pair_) pair_->cut();
+  if (pair->arrived < counted_ || pair->arrived > end_) {
+    heard_count(pair->arrived);
+    if (!ended_) end_locked("the other end has forgotten bytes that it had");
+    return;
+  }
+  counted_ = sent_ = pair->arrived;
+  told_ = received_ - held_;
+  count_due_ = false;
+  pair_ = std::move(pair);
+  heard_ = beat_ = Clock::now();
+  changed_.notify_all();
+  push(lock, false);
+  lock.unlock();
+  Keeper::instance().wake();
+}
+
+int64_t Link::suspend(uint32_t attempt) {
+  Lock lock(mutex_);
+  if (ended_ || attempt < attempt_) return -1;
+  if (attempt > attempt_) {
+    attempt_ = attempt;
+    if (pair_) {
+      pair_->cut();
+      pair_ = nullptr;
+      lost_at_ = Clock::now();
+      changed_.notify_all();
+    }
+  }
+  return static_cast<int64_t>(received_);
+}
+
+void Link::reconnect() noexcept {
+  Lock lock(mutex_);
+  if (pair_) pair_->cut();
+  lock.unlock();
+  Keeper::instance().wake();
+}
+
+// With the lock: the pair has brought everything that it will bring.
+void Link::lose(const std::shared_ptr<Pair>& pair) {
+  pair->cut();
+  if (pair_ != pair) return;
+  pair_ = nullptr;
+  lost_at_ = Clock::now();
+  changed_.notify_all();
+  if (!ended_) Keeper::instance().tell(this, Keeper::kLost);
+}
+
+void Link::end_locked(const std::string& why, bool told) noexcept {
+  if (ended_) return;
+  ended_ = true;
+  why_ = why;
+  if (pair_) pair_->cut();
+  changed_.notify_all();
+  if (told) Keeper::instance().tell(this, Keeper::kEnded);
+}
+
+void Link::end(const std::string& why, bool told) noexcept {
+  Lock lock(mutex_);
+  end_locked(why, told);
+}
+
+std::string Link::why() const {
+  Lock lock(mutex_);
+  return ended_ ? why_ : "";
+}
+
+bool Link::is_connected() const {
+  Lock lock(mutex_);
+  return pair_ && !pair_->broken;
+}
+
+uint64_t Link::received() const {
+  Lock lock(mutex_);
+  return received_;
+}
+
+uint64_t Link::kept() const {
+  Lock lock(mutex_);
+  return end_ - counted_;
+}
+
+void Link::look(Clock::time_point now) {
+  Lock lock(mutex_);
+  if (ended_) return;
+  if (!pair_) {
+    if (patience_ >= 0 && now - lost_at_ > std::chrono::duration<double>(patience_))
+      end_locked("its connection was lost, and " + other_ + " did not come back within " + number(patience_) + " s");
+    return;
+  }
+  if (now - beat_ >= kBeat) {
+    beat_ = now;
+    count_due_ = true;
+    if (now - heard_ > kSilence) pair_->cut();
+  }
+  if (pair_->broken && now - pair_->failed_at > kLastWords) pair_->cut();
+  push(lock, false);
+  // Nobody has read for a moment: counts may have come that a thread waits for, or the end.
+  while (!ended_ && pair_ && !reading_ && (pair_->broken || now - used_ >= kSoon))
+    if (!take(lock, nullptr, 0, 0, true)) break;
+}
+
+// The keeper.
+
+Keeper& Keeper::instance() {
+  // Never freed: links may end as late as the process does.
+  static Keeper* only = new Keeper;
+  return *only;
+}
+
+Keeper::Keeper() {
+  if (::pipe(wake_)) throw std::runtime_error(std::strerror(errno));
+  for (int end : wake_) {
+    ::fcntl(end, F_SETFL, O_NONBLOCK);
+    ::fcntl(end, F_SETFD, FD_CLOEXEC);
+  }
+}
+
+void Keeper::add(const std::shared_ptr<Link>& link, uint64_t number) {
+  std::lock_guard lock(mutex_);
+  links_.push_back({number, link.get(), link});
+}
+
+void Keeper::remove(uint64_t number) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(links_, [&](auto& each) { return each.number == number; });
+}
+
+void Keeper::wake() {
+  char byte = 0;
+  asleep_.store(false, std::memory_order_relaxed);
+  [[maybe_unused]] auto written = ::write(wake_[1], &byte, 1);
+}
+
+void Keeper::tell(const Link* link, Event event) {
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& each : links_)
+      if (each.link == link) events_.emplace_back(each.number, event);
+  }
+  wake();
+}
+
+Keeper::Event Keeper::run(uint64_t& number) {
+  for (;;) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!events_.empty()) {
+        auto event = events_.front();
+        events_.pop_front();
+        number = event.first;
+        return event.second;
+      }
+    }
+    watch();
+  }
+}
+
+// One look at all links, and then a wait for what any of them may need.
+void Keeper::watch() {
+  std::vector<std::shared_ptr<Link>> links;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& each : links_)
+      if (auto link = each.held.lock()) links.push_back(std::move(link));
+  }
+  auto now = Clock::now();
+  auto next = now + (links.empty() ? std::chrono::hours(1) : std::chrono::hours(0)) + kBeat;
+  std::vector<pollfd> watched{{wake_[0], POLLIN, 0}};
+  std::vector<std::shared_ptr<Pair>> pairs;
+  bool is_quiet = true;
+  for (auto& link : links) {
+    link->look(now);
+    std::lock_guard lock(link->mutex_);
+    if (link->ended_) continue;
+    auto pair = link->pair_;
+    if (!pair) continue;
+    pairs.push_back(pair);
+    if (now - link->used_ < kQuiet) is_quiet = false;
+    next = std::min(next, link->beat_ + kBeat);
+    if (now - link->used_ >= kSoon && !link->reading_) watched.push_back({pair->in->fd(), POLLIN, 0});
+    if (link->sent_ < link->end_ && !link->pushing_ && !pair->broken) watched.push_back({pair->out->fd(), POLLOUT, 0});
+  }
+  if (!is_quiet) next = std::min(next, now + kSoon);
+  links.clear();
+  auto wait = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
+  asleep_.store(is_quiet);
+  ::poll(watched.data(), watched.size(), static_cast<int>(std::clamp<long>(wait, 0, 3'600'000)));
+  asleep_.store(false);
+  char bytes[64];
+  while (::read(wake_[0], bytes, sizeof bytes) > 0) continue;
+}
+
+// Stripes.
+
+namespace {
+
+// Threads that help with long transfers; they stay.
+class Crew {
+ public:
+  static Crew& instance() {
+    static Crew* only = new Crew;
+    return *only;
+  }
+
+  // Runs all of them, the first one on this thread; throws what the first of them throws.
+  void run(const std::vector<std::function<void()>>& tasks) {
+    struct Shared {
+      std::mutex mutex;
+      std::condition_variable done;
+      size_t left;
+      std::exception_ptr failure;
+    };
+    Shared shared{{}, {}, tasks.size() - 1, nullptr};
+    auto finish = [&](const std::function<void()>& task, bool is_own) {
+      std::exception_ptr failure;
+      try {
+        task();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      std::lock_guard lock(shared.mutex);
+      if (failure && !shared.failure) shared.failure = failure;
+      if (!is_own && !--shared.left) shared.done.notify_all();
+    };
+    for (size_t i = 1; i < tasks.size(); ++i) give([&, i] { finish(tasks[i], false); });
+    finish(tasks.front(), true);
+    std::unique_lock lock(shared.mutex);
+    shared.done.wait(lock, [&] { return !shared.left; });
+    if (shared.failure) std::rethrow_exception(shared.failure);
+  }
+
+ private:
+  void give(std::function<void()> task) {
+    std::unique_lock lock(mutex_);
+    tasks_.push_back(std::move(task));
+    if (tasks_.size() <= idle_) return changed_.notify_one();
+    try {
+      std::thread([this] { work(); }).detach();
+    } catch (const std::system_error&) {
+      // No more threads: this one does it.
+      auto own = std::move(tasks_.back());
+      tasks_.pop_back();
+      lock.unlock();
+      own();
+    }
+  }
+
+  void work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      while (tasks_.empty()) {
+        ++idle_;
+        changed_.wait(lock);
+        --idle_;
+      }
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  size_t idle_ = 0;
+};
+
+// The parts of `size` bytes that each of several links carries.
+template <typename Byte>
+std::vector<std::vector<std::pair<Byte*, uint64_t>>> stripes(size_t links, Byte* data, uint64_t size, uint64_t done,
+                                                             uint64_t stripe) {
+  std::vector<std::vector<std::pair<Byte*, uint64_t>>> found(links);
+  for (uint64_t at = 0; at < size;) {
+    auto place = done + at;
+    auto n = std::min(size - at, stripe - place % stripe);
+    found[place / stripe % links].emplace_back(data ? data + at : nullptr, n);
+    at += n;
+  }
+  return found;
+}
+
+}  // namespace
+
+void send_striped(const Links& links, const char* data, uint64_t size, uint64_t done, uint64_t stripe,
+                  const std::shared_ptr<void>& owner) {
+  auto parts = stripes(links.size(), data, size, done, stripe);
+  std::vector<std::function<void()>> tasks;
+  for (size_t i = 0; i < links.size(); ++i)
+    if (!parts[i].empty()) tasks.push_back([&, i] { links[i]->send_large(parts[i], owner); });
+  if (!tasks.empty()) Crew::instance().run(tasks);
+}
+
+bool receive_striped(const Links& links, char* into, uint64_t size, uint64_t done, uint64_t stripe, uint64_t* progress,
+                     int milliseconds) {
+  auto parts = stripes(links.size(), into, size, done, stripe);
+  auto until = Clock::now() + std::chrono::milliseconds(milliseconds);
+  // For one link: goes on where it was.
+  auto receive = [&](size_t which) {
+    auto& own = progress[which];
+    std::vector<char> nowhere(into ? 0 : stripe);
+    uint64_t before = 0;
+    for (auto [to, length] : parts[which]) {
+      while (own < before + length) {
+        auto at = own - before;
+        int left = -1;
+        if (milliseconds >= 0) {
+          auto time = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+          left = static_cast<int>(std::max<long>(time, 0));
+        }
+        auto got = links[which]->receive(to ? to + at : nowhere.data(), length - at, left);
+        own += got;
+        if (!got && milliseconds >= 0) return;
+      }
+      before += length;
+    }
+  };
+  std::vector<std::function<void()>> tasks;
+  uint64_t had = 0, has = 0;
+  for (size_t i = 0; i < links.size(); ++i) {
+    had += progress[i];
+    if (!parts[i].empty()) tasks.push_back([&, i] { receive(i); });
+  }
+  if (had < size && !tasks.empty()) Crew::instance().run(tasks);
+  for (size_t i = 0; i < links.size(); ++i) has += progress[i];
+  return has == size;
+}
+
+}  // namespace sky
