@@ -6,22 +6,25 @@ python bench/links.py --device cuda    # GPU workers
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import parity
 import psutil
 import torch
-from measure import Sample, interleave, timed
+from elsewhere import Elsewhere
+from measure import Sample, interleave, say, timed
 from report import Row, absolute, compared, run_suite
 from throttle import apart
-from training import QUIET
+from training import QUIET, mlp, stepper
 
 import skyward as sky
 from skyward.device.meeting import BACKLOGS
@@ -43,10 +46,11 @@ class Size:
     rounds: int
     pings: int
     payload: int
+    steps: int
 
 
-FULL = Size(rounds=15, pings=2000, payload=256 * MIB)
-QUICK = Size(rounds=3, pings=500, payload=64 * MIB)
+FULL = Size(rounds=15, pings=2000, payload=256 * MIB, steps=100)
+QUICK = Size(rounds=3, pings=500, payload=64 * MIB, steps=50)
 
 
 class Floor:
@@ -197,6 +201,49 @@ def between_nodes(size: Size) -> Sequence[Row]:
     return [compared(what, ours, against, theirs, ">= 0.9x"), absolute(what, ours)]
 
 
+READ = {"pinned batches of 3 MiB": True, "BERT-base with dropout, bf16": False}
+"""The loops that are timed on a GPU, and whether they read the loss of every step."""
+
+
+def loops(size: Size) -> Sequence[Row]:
+    """Training loops over TLS, over shared memory and on the local GPU."""
+    if KIND != "cuda":
+        return []
+    rows = []
+    with (
+        device_over_tls() as (far,),
+        sky.Compute(options=QUIET) as compute,
+        Elsewhere(parity.serve) as here,
+    ):
+        near = compute.device(KIND)
+        for name, item in READ.items():
+            say(f"  {name}")
+            seconds: dict[str, Callable[[], float]] = {
+                "tls": parity.Timed(name, far, size.steps, item=item),
+                "shared": parity.Timed(name, near, size.steps, item=item),
+                "local": functools.partial(here.ask, "time", name, size.steps, item),
+            }
+            rows += _rates(name, interleave(seconds, rounds=size.rounds), item=item)
+            here.ask("forget", name)
+        far_step, near_step = (
+            stepper(mlp, device, 10 * size.steps, item=False) for device in (far, near)
+        )
+        samples = interleave({"tls": far_step, "shared": near_step}, rounds=size.rounds)
+        rows += _rates("MLP", samples, item=False)
+    return rows
+
+
+def _rates(name: str, samples: dict[str, Sample], *, item: bool) -> list[Row]:
+    rates = {where: sample.per(1, "tasks/s") for where, sample in samples.items()}
+    what = f"{name}: steps a second over TLS" + (", loss.item() every step" if item else "")
+    rows = []
+    if "local" in rates:
+        rows.append(compared(what, rates["tls"], "local GPU", rates["local"], ">= 1.0x"))
+    bar = "" if item else ">= 0.9x"
+    rows.append(compared(what, rates["tls"], "over shared memory", rates["shared"], bar))
+    return rows
+
+
 def batches(size: Size) -> Sequence[Row]:
     """A training loop that sends a new batch of 3 MB with every step."""
     batch = torch.randn(3 * MIB // 4)
@@ -235,4 +282,4 @@ if __name__ == "__main__":
     if "--device" in sys.argv:
         at = sys.argv.index("--device")
         del sys.argv[at : at + 2]
-    run_suite("links", [latency, bulk, between_nodes, batches], full=FULL, quick=QUICK)
+    run_suite("links", [latency, bulk, between_nodes, batches, loops], full=FULL, quick=QUICK)

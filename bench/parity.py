@@ -64,7 +64,8 @@ class Timed:
         return (time.perf_counter() - start) / self._steps
 
 
-def _serve(pipe: Connection) -> None:
+def serve(pipe: Connection) -> None:
+    """Time loops on the local GPU, for `Elsewhere`."""
     device = torch.device("cuda", 0)
     timed: dict[Any, Callable[[], float]] = {}
     while (question := pipe.recv()) is not None:
@@ -91,7 +92,7 @@ def _serve(pipe: Connection) -> None:
 
 def parity(steps: int, rounds: int, *, only: Sequence[str] = ("",)) -> Iterator[Row]:
     """A row for the losses and one or two for the speed of each model, as they come."""
-    with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere(_serve) as here:
+    with sky.Compute(options=sky.Options(console=False)) as compute, Elsewhere(serve) as here:
         device = compute.device("cuda")
         for name in (name for name in LOOPS if any(part in name for part in only)):
             say(f"  {name}")
@@ -171,7 +172,7 @@ def small(rounds: int) -> Sequence[Row]:
     with (
         sky.Compute(options=quiet) as compute,
         sky.Compute(sky.Local(transport="tcp"), options=quiet) as over_tls,
-        Elsewhere(_serve) as here,
+        Elsewhere(serve) as here,
     ):
         device, far = compute.device("cuda"), over_tls.device("cuda")
         chains = interleave(
