@@ -116,7 +116,9 @@ ssize_t Connection::read(void* into, size_t size) {
     size_t moved = 0;
     errno = 0;
     library().ERR_clear_error();
-    return outcome(library().SSL_read_ex(ssl_, into, size, &moved), moved);
+    // Two statements: a compiler may read `moved` before it calls.
+    int result = library().SSL_read_ex(ssl_, into, size, &moved);
+    return outcome(result, moved);
   }
   for (;;) {
     auto n = ::recv(fd_, into, size, 0);
@@ -133,7 +135,9 @@ ssize_t Connection::write(const void* data, size_t size) {
     size_t moved = 0;
     errno = 0;
     library().ERR_clear_error();
-    return outcome(library().SSL_write_ex(ssl_, data, size, &moved), moved);
+    // Two statements: a compiler may read `moved` before it calls.
+    int result = library().SSL_write_ex(ssl_, data, size, &moved);
+    return outcome(result, moved);
   }
   for (;;) {
     auto n = ::send(fd_, data, size, kNoSignal);
