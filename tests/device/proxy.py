@@ -22,7 +22,8 @@ class Proxy:
         self.refusing = False
         """Whether those who connect are hung up on."""
         self._listeners: dict[str, socket.socket] = {}
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.pairs: list[tuple[socket.socket, socket.socket]] = []
+        """Of each connection, the client's end and the server's."""
         self._flowing = threading.Event()
         self._flowing.set()
         self._cut_after: list[int] = []
@@ -42,7 +43,7 @@ class Proxy:
     def cut(self) -> None:
         """Reset every connection."""
         with self._lock:
-            pairs, self._pairs = self._pairs, []
+            pairs, self.pairs = self.pairs, []
             self.cuts += 1
         for end in (end for pair in pairs for end in pair):
             with contextlib.suppress(OSError):
@@ -118,7 +119,7 @@ class Proxy:
             for end in (near, far):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
-                self._pairs.append((near, far))
+                self.pairs.append((near, far))
             self._spawn(self._carry, near, far)
             self._spawn(self._carry, far, near)
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import skyward as sky
+from skyward.device import build
 from skyward.device.core import core
 from skyward.device.meeting import BACKLOGS
 from skyward.errors import ProtocolError
@@ -159,6 +160,19 @@ def test_ctrl_c_ends_a_download_halfway(remote: torch.device, proxy: Proxy) -> N
             there.cpu()
     assert there[9].item() == 9
     assert torch.equal(there.cpu(), host)
+
+
+def test_without_openssl_python_encrypts_for_the_cores(
+    remote: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_core", native.LinkCore(build.library(build.LINK), []))
+    with pool() as compute:
+        device = compute.device("cpu")
+        large = torch.arange(4 * MIB // 8)
+        assert torch.equal(large.to(device).cpu(), large)
+        assert train(device)[0] == train(remote)[0]
+        relays = [each.name for each in threading.enumerate() if each.name == "skyward-tls"]
+        assert len(relays) == 2 * len(BACKLOGS)
 
 
 @only_in_all

@@ -38,7 +38,7 @@ from skyward.wire.link.connections import Connections, LinkLost
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
-from skyward.wire.native import Context, NativeLink, NativeSocket, Terms
+from skyward.wire.native import Context, NativeLink, NativeSocket, Terms, core
 
 SESSION_UNKNOWN = "unknown session"
 """The listener refuses a connection with these words if it does not know the connection's link."""
@@ -82,8 +82,10 @@ class Credentials:
             context.load_cert_chain(chain)
         return context
 
-    def native_context(self, *, server: bool) -> Context:
-        """The same for the native core."""
+    def native_context(self, *, server: bool) -> TlsContext:
+        """The same for the native core; the one of Python where the core has no OpenSSL."""
+        if core().openssl is None:
+            return self.context(server=server)
         return Context(self.authority, self.certificate, self.key, server=server)
 
 

@@ -5,15 +5,22 @@ Python opens connections, shakes hands and dials again; the bytes of a link pass
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import errno
 import itertools
 import math
+import os
+import select
 import socket
 import ssl
+import sys
 import threading
+import time
+import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +36,9 @@ BEAT_SECONDS, SILENCE_SECONDS = 1.0, 5.0
 in link.cpp."""
 LOST, ENDED = 1, 2
 """What `sky_links_run` tells of a link."""
+SIGNAL_MILLISECONDS = 100
+"""How long a call of the core may wait at a time: Python sees Ctrl-C between two of them."""
+RELAY_SIZE = 64 << 10
 
 
 class NativeUnavailable(SkywardError):
@@ -36,9 +46,12 @@ class NativeUnavailable(SkywardError):
 
 
 class LinkCore:
-    """The loaded core, and the OpenSSL that it uses."""
+    """The loaded core, and the OpenSSL that it uses: the first candidate that will do.
 
-    def __init__(self, path: Path) -> None:
+    Without one, Python's `ssl` encrypts, on threads of its own.
+    """
+
+    def __init__(self, path: Path, candidates: Iterable[str] | None = None) -> None:
         self.library = ctypes.CDLL(str(path))
         pointers = ("openssl", "context_new", "connection_new", "link_new", "link_table")
         for name in pointers:
@@ -47,31 +60,41 @@ class LinkCore:
             getattr(self.library, f"sky_{name}").restype = ctypes.c_int64
         self.table = ctypes.c_void_p(self.library.sky_link_table())
         """The functions that the device's cores call."""
+        self.openssl: ctypes.c_void_p | None = None
+        self.openssl_name = ""
+        """Its version, and the file that it is in; why there is none, if there is none."""
         problems = []
-        for candidate in openssl_libraries():
-            text = ctypes.create_string_buffer(TEXT_SIZE)
-            found = self.library.sky_openssl(candidate.encode(), text, TEXT_SIZE)
-            if found:
-                self.openssl = ctypes.c_void_p(found)
-                self.openssl_path = candidate
+        for candidate in openssl_libraries() if candidates is None else candidates:
+            try:
+                self.openssl = self.open(candidate)
+            except NativeUnavailable as problem:
+                problems.append(f"{candidate or 'this program'}: {problem}")
+            else:
+                text = ctypes.create_string_buffer(TEXT_SIZE)
+                self.library.sky_openssl_name(self.openssl, text, TEXT_SIZE)
+                self.openssl_name = text.value.decode(errors="replace")
                 return
-            problems.append(f"{candidate}: {text.value.decode(errors='replace')}")
-        raise NativeUnavailable(f"no OpenSSL 3 for links ({'; '.join(problems)})")
+        self.openssl_name = "; ".join(problems) or "there is no candidate"
+
+    def open(self, path: str) -> ctypes.c_void_p:
+        """An OpenSSL 3 of that path; of this program if it is empty."""
+        text = ctypes.create_string_buffer(TEXT_SIZE)
+        found = self.library.sky_openssl(path.encode() or None, text, TEXT_SIZE)
+        if not found:
+            raise NativeUnavailable(text.value.decode(errors="replace"))
+        return ctypes.c_void_p(found)
 
 
 def openssl_libraries() -> Iterator[str]:
-    """Where OpenSSL may be: the library that Python's own `ssl` has loaded, then the system's."""
+    """Where OpenSSL may be: the library that Python's own `ssl` uses, then the system's.
+
+    `_ssl` has its library among those that it needs, or in itself. If it is a part of the program,
+    so is OpenSSL; its functions may be visible.
+    """
     import _ssl
 
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            path = line.partition("/")[2]
-            if path.rpartition("/")[2].startswith("libssl"):
-                yield f"/{path}"
-                break
+    yield getattr(_ssl, "__file__", None) or ""
     yield from ("libssl.so.3", "libssl.3.dylib")
-    if file := getattr(_ssl, "__file__", None):
-        yield file
 
 
 _core: LinkCore | None = None
@@ -91,6 +114,11 @@ def core() -> LinkCore:
     return _core
 
 
+def wants_kernel_tls() -> bool:
+    """Whether the user has asked for it; OpenSSL goes on without where the kernel has none."""
+    return os.environ.get("SKYWARD_KERNEL_TLS", "") == "1"
+
+
 class Context:
     """A TLS 1.3 context that accepts only peers of the same pool; as `ssl.SSLContext` is used."""
 
@@ -103,6 +131,7 @@ class Context:
             certificate.encode(),
             key.encode(),
             int(server),
+            int(wants_kernel_tls()),
             text,
             TEXT_SIZE,
         )
@@ -150,17 +179,32 @@ class NativeSocket:
         self._handle: ctypes.c_void_p | None = ctypes.c_void_p(made)
         self._lock = threading.Lock()
 
-    def _milliseconds(self) -> int:
-        return -1 if self._seconds is None else math.ceil(self._seconds * 1000)
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if self._handle is None:
+            raise OSError(errno.EBADF, "the connection is closed")
+        return getattr(self._core.library, f"sky_connection_{name}")(self._handle, *arguments)
+
+    def _wait(self, name: str, *arguments: Any) -> int:
+        """What the core says; 0 if it has nothing to say in time.
+
+        A signal, and a part of a record of TLS, end a wait of the core's.
+        """
+        until = math.inf if self._seconds is None else time.monotonic() + self._seconds
+        while True:
+            left = until - time.monotonic()
+            slice_ = max(0, min(SIGNAL_MILLISECONDS, math.ceil(min(left, 1.0) * 1000)))
+            result = int(self._call(name, *arguments, slice_))
+            if result or time.monotonic() >= until:
+                return result
 
     def _why(self) -> str:
         text = ctypes.create_string_buffer(TEXT_SIZE)
-        self._core.library.sky_connection_why(self._handle, text, TEXT_SIZE)
+        self._call("why", text, TEXT_SIZE)
         return text.value.decode(errors="replace")
 
     def do_handshake(self) -> None:
         """Prove who both ends are."""
-        done = self._core.library.sky_connection_shake(self._handle, self._milliseconds())
+        done = self._wait("shake")
         if done == 0:
             raise TimeoutError("the handshake of TLS took too long")
         if done < 0:
@@ -175,9 +219,7 @@ class NativeSocket:
     def recv(self, count: int) -> bytes:
         """At least a byte; none at the end."""
         room = ctypes.create_string_buffer(count)
-        got = self._core.library.sky_connection_read(
-            self._handle, room, ctypes.c_size_t(count), self._milliseconds()
-        )
+        got = self._wait("read", room, ctypes.c_size_t(count))
         if got == 0:
             raise TimeoutError("nothing came in time")
         return room.raw[:got] if got > 0 else b""
@@ -186,9 +228,7 @@ class NativeSocket:
         """Send a few bytes."""
         done = 0
         while done < len(data):
-            sent = self._core.library.sky_connection_write(
-                self._handle, data[done:], ctypes.c_size_t(len(data) - done), self._milliseconds()
-            )
+            sent = self._wait("write", data[done:], ctypes.c_size_t(len(data) - done))
             if sent == 0:
                 raise TimeoutError("nothing could be sent in time")
             if sent < 0:
@@ -198,7 +238,7 @@ class NativeSocket:
     def peer(self) -> str:
         """The name in the other end's certificate."""
         text = ctypes.create_string_buffer(TEXT_SIZE)
-        self._core.library.sky_connection_peer(self._handle, text, TEXT_SIZE)
+        self._call("peer", text, TEXT_SIZE)
         return text.value.decode(errors="replace")
 
     def fileno(self) -> int:
@@ -207,8 +247,11 @@ class NativeSocket:
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
         """As of a socket."""
-        with socket.socket(fileno=socket.dup(self._fd)) as same:
-            same.setsockopt(level, option, value)
+        with self._lock:
+            if self._handle is None:
+                raise OSError(errno.EBADF, "the connection is closed")
+            with socket.socket(fileno=socket.dup(self._fd)) as same:
+                same.setsockopt(level, option, value)
 
     def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
         """Make reads and writes of other threads end."""
@@ -227,6 +270,56 @@ class NativeSocket:
         with self._lock:
             handle, self._handle = self._handle, None
         return handle
+
+
+def _of_core(end: Any, *, to_send: bool) -> NativeSocket:
+    """A connection of one direction, for the core."""
+    if isinstance(end, ssl.SSLSocket):
+        near, far = socket.socketpair()
+        relay = threading.Thread(
+            target=_relay,
+            args=(end, far),
+            kwargs={"to_send": to_send},
+            name="skyward-tls",
+            daemon=True,
+        )
+        relay.start()
+        return NativeSocket(near)
+    return end if isinstance(end, NativeSocket) else NativeSocket(end)
+
+
+def _relay(end: ssl.SSLSocket, far: socket.socket, *, to_send: bool) -> None:
+    """Encrypt or decrypt for a core without OpenSSL, until either end closes the connection."""
+    source: socket.socket = far if to_send else end
+    target: socket.socket = end if to_send else far
+    unsent = memoryview(b"")
+    with contextlib.suppress(OSError), end, far:
+        end.setblocking(False)
+        far.setblocking(False)
+        while True:
+            try:
+                if unsent:
+                    unsent = unsent[target.send(unsent) :]
+                elif data := source.recv(RELAY_SIZE):
+                    unsent = memoryview(data)
+                else:
+                    return
+                continue
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                poll = select.poll()
+            # Nothing comes from the target but its end; what of TLS comes is no byte.
+            poll.register(target, select.POLLIN | (select.POLLOUT if unsent else 0))
+            if not unsent:
+                poll.register(source, select.POLLIN)
+            elif source is far:
+                poll.register(source, 0)
+            ready = dict(poll.poll())
+            if ready.get(target.fileno(), 0) & ~select.POLLOUT:
+                with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError):
+                    target.recv(1)
+                    return
+            elif unsent and source.fileno() in ready:
+                return
 
 
 @dataclass(frozen=True)
@@ -265,14 +358,20 @@ class NativeLink:
         self.why = ""
         self.number = next(_numbers)
         self._told: list[Callable[[str], None]] = []
+        text = ctypes.create_string_buffer(TEXT_SIZE)
         self.handle = ctypes.c_void_p(
             self._library.sky_link_new(
                 ctypes.c_uint64(self.number),
                 ctypes.c_uint64(terms.window),
                 ctypes.c_double(terms.patience),
                 terms.other.encode(),
+                text,
+                TEXT_SIZE,
             )
         )
+        if self.handle.value is None:
+            pair.close()
+            raise OSError(f"no link can be made: {text.value.decode(errors='replace')}")
         self.address = self.handle.value or 0
         """What the device's cores know the link by."""
         _links[self.number] = self
@@ -308,11 +407,12 @@ class NativeLink:
     def install(self, pair: Pair, attempt: int) -> None:
         """Use this pair from now on."""
         self.attempt = attempt
-        ends: tuple[Any, ...] = (pair.sender, pair.receiver)
-        ends = tuple(end if isinstance(end, NativeSocket) else NativeSocket(end) for end in ends)
         self._library.sky_link_install(
             self.handle,
-            *(end.give() for end in ends),
+            *(
+                _of_core(end, to_send=end is pair.sender).give()
+                for end in (pair.sender, pair.receiver)
+            ),
             ctypes.c_uint64(pair.arrived),
             ctypes.c_uint32(attempt),
         )
@@ -398,8 +498,32 @@ def _keep() -> None:
     while True:
         event = library.sky_links_run(ctypes.byref(number))
         link = _links.get(number.value)
-        if link is not None and event == LOST:
-            link.was_lost()
-        elif link is not None and event == ENDED:
-            link.has_ended()
+        try:
+            if link is not None and event == LOST:
+                link.was_lost()
+            elif link is not None and event == ENDED:
+                link.has_ended()
+        except Exception as problem:
+            # No more threads, perhaps. The other links need the keeper.
+            traceback.print_exc(file=sys.stderr)
+            if link is not None:
+                link.end(f"it cannot go on: {problem}")
         del link
+
+
+def _forked() -> None:
+    """Leave the parent's links alone in a child, and start another keeper for its own."""
+    global _keeper_lock
+    _keeper_lock = threading.Lock()
+    _keepers.clear()
+    _links.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Let no thread use OpenSSL when its own end comes; pools have been closed by now."""
+    for link in list(_links.values()):
+        link.end("the process ends")

@@ -14,13 +14,20 @@ using sky::Link;
 struct Handle {
   std::mutex mutex;
   std::shared_ptr<Link> link;
+  const uint32_t forks = sky::forks();
 };
 
-// The link, or null if it was freed.
+// The link, or null if it was freed or belongs to the process that has forked this one.
 std::shared_ptr<Link> link_of(void* handle) {
   auto& place = *static_cast<Handle*>(handle);
+  if (place.forks != sky::forks()) return nullptr;
   std::lock_guard lock(place.mutex);
   return place.link;
+}
+
+std::string why_none(void* handle) {
+  auto is_here = static_cast<Handle*>(handle)->forks == sky::forks();
+  return is_here ? "the link was closed" : "the link belongs to the process that has forked this one";
 }
 
 void tell(char* into, size_t size, const std::string& text) {
@@ -48,7 +55,7 @@ std::vector<std::shared_ptr<Link>> all_of(void* const* handles, int count) {
   std::vector<std::shared_ptr<Link>> links;
   for (int i = 0; i < count; ++i) {
     links.push_back(link_of(handles[i]));
-    if (!links.back()) throw sky::LinkEnded("the link was closed");
+    if (!links.back()) throw sky::LinkEnded(why_none(handles[i]));
   }
   return links;
 }
@@ -90,7 +97,7 @@ void end(void* handle, const char* why) {
 
 void why(void* handle, char* into, size_t size) {
   auto link = link_of(handle);
-  tell(into, size, link ? link->why() : "the link was closed");
+  tell(into, size, link ? link->why() : why_none(handle));
 }
 
 constexpr sky_link_functions kFunctions{send, receive, await_bytes, send_striped, receive_striped, end, why};
@@ -109,11 +116,16 @@ void* sky_openssl(const char* path, char* problem, size_t size) try {
   return nullptr;
 }
 
+// Its version, and the file that it is in.
+void sky_openssl_name(void* library, char* into, size_t size) {
+  tell(into, size, (*static_cast<std::shared_ptr<const sky::OpenSsl>*>(library))->name());
+}
+
 void* sky_context_new(void* library, const char* authority, const char* certificate, const char* key, int server,
-                      char* problem, size_t size) try {
+                      int kernel, char* problem, size_t size) try {
   auto& used = *static_cast<std::shared_ptr<const sky::OpenSsl>*>(library);
   return new std::shared_ptr<const sky::TlsContext>(
-      std::make_shared<sky::TlsContext>(used, authority, certificate, key, server));
+      std::make_shared<sky::TlsContext>(used, authority, certificate, key, server, kernel));
 } catch (const std::exception& e) {
   tell(problem, size, e.what());
   return nullptr;
@@ -161,18 +173,26 @@ void sky_connection_shut(void* connection) { static_cast<Connection*>(connection
 
 void sky_connection_free(void* connection) { delete static_cast<Connection*>(connection); }
 
-void* sky_link_new(uint64_t number, uint64_t window, double patience, const char* other) {
-  auto* handle = new Handle;
+void* sky_link_new(uint64_t number, uint64_t window, double patience, const char* other, char* problem,
+                   size_t size) try {
+  auto handle = std::make_unique<Handle>();
   handle->link = std::make_shared<Link>(window, patience, other);
   Keeper::instance().add(handle->link, number);
-  return handle;
+  return handle.release();
+} catch (const std::exception& e) {
+  // No descriptors are left, perhaps.
+  tell(problem, size, e.what());
+  return nullptr;
 }
 
-// Takes the connections over.
+// Takes the connections over. One of them may be missing: somebody has closed it.
 void sky_link_install(void* handle, void* out, void* in, uint64_t arrived, uint32_t attempt) {
-  auto pair = std::make_shared<sky::Pair>(std::unique_ptr<Connection>(static_cast<Connection*>(out)),
-                                          std::unique_ptr<Connection>(static_cast<Connection*>(in)), arrived, attempt);
-  if (auto link = link_of(handle)) link->install(std::move(pair));
+  std::unique_ptr<Connection> sender(static_cast<Connection*>(out)), receiver(static_cast<Connection*>(in));
+  if (!sender || !receiver) return;
+  unless_ended(handle, [&](Link& link) {
+    link.install(std::make_shared<sky::Pair>(std::move(sender), std::move(receiver), arrived, attempt));
+    return 0;
+  });
 }
 
 int64_t sky_link_suspend(void* handle, uint32_t attempt) {
@@ -201,6 +221,7 @@ void sky_link_facts(void* handle, LinkFacts* facts) {
 
 void sky_link_free(void* handle, uint64_t number) {
   auto& place = *static_cast<Handle*>(handle);
+  if (place.forks != sky::forks()) return;
   std::shared_ptr<Link> link;
   {
     std::lock_guard lock(place.mutex);

@@ -29,23 +29,22 @@ int milliseconds_left(std::chrono::steady_clock::time_point until) {
 }  // namespace
 
 TlsContext::TlsContext(std::shared_ptr<const OpenSsl> given, const std::string& authority,
-                       const std::string& certificate, const std::string& key, bool server)
+                       const std::string& certificate, const std::string& key, bool server, bool kernel)
     : library(std::move(given)), is_server(server) {
   auto& ssl = *library;
   ssl.ERR_clear_error();
-  context = ssl.SSL_CTX_new(server ? ssl.TLS_server_method() : ssl.TLS_client_method());
+  std::unique_ptr<SSL_CTX, decltype(ssl.SSL_CTX_free)> made(
+      ssl.SSL_CTX_new(server ? ssl.TLS_server_method() : ssl.TLS_client_method()), ssl.SSL_CTX_free);
   auto check = [&](bool good) {
-    if (good) return;
-    auto why = ssl.problem();
-    if (context) ssl.SSL_CTX_free(context);
-    throw std::runtime_error(why);
+    if (!good) throw std::runtime_error(ssl.problem());
   };
-  check(context);
-  auto read = [&](const std::string& text, auto* function) {
-    auto* memory = ssl.BIO_new_mem_buf(text.data(), static_cast<int>(text.size()));
-    auto* made = memory ? function(memory, nullptr, nullptr, nullptr) : nullptr;
-    if (memory) ssl.BIO_free(memory);
-    return made;
+  check(made != nullptr);
+  auto* context = made.get();
+  auto read = [&](const std::string& text, auto* function, auto* free) {
+    std::unique_ptr<BIO, decltype(ssl.BIO_free)> memory(ssl.BIO_new_mem_buf(text.data(), static_cast<int>(text.size())),
+                                                        ssl.BIO_free);
+    auto* found = memory ? function(memory.get(), nullptr, nullptr, nullptr) : nullptr;
+    return std::unique_ptr<std::remove_pointer_t<decltype(found)>, decltype(free)>(found, free);
   };
   check(ssl.SSL_CTX_ctrl(context, kSetMinimum, kTls13, nullptr));
   ssl.SSL_CTX_ctrl(context, kSetMode, kPartialWrites | kMovingBuffers, nullptr);
@@ -54,16 +53,15 @@ TlsContext::TlsContext(std::shared_ptr<const OpenSsl> given, const std::string& 
   ssl.SSL_CTX_set_verify(context, kVerifyPeer | kFailWithoutPeer, nullptr);
   // Nobody would read the tickets on a connection that the client only sends on.
   if (server) check(ssl.SSL_CTX_set_num_tickets(context, 0));
-  auto* trusted = read(authority, ssl.PEM_read_bio_X509);
-  check(trusted && ssl.X509_STORE_add_cert(ssl.SSL_CTX_get_cert_store(context), trusted));
-  ssl.X509_free(trusted);
-  auto* own = read(certificate, ssl.PEM_read_bio_X509);
-  check(own && ssl.SSL_CTX_use_certificate(context, own));
-  ssl.X509_free(own);
-  auto* secret = read(key, ssl.PEM_read_bio_PrivateKey);
-  check(secret && ssl.SSL_CTX_use_PrivateKey(context, secret));
-  ssl.EVP_PKEY_free(secret);
+  if (kernel) ssl.SSL_CTX_set_options(context, kKernelTls);
+  auto trusted = read(authority, ssl.PEM_read_bio_X509, ssl.X509_free);
+  check(trusted && ssl.X509_STORE_add_cert(ssl.SSL_CTX_get_cert_store(context), trusted.get()));
+  auto own = read(certificate, ssl.PEM_read_bio_X509, ssl.X509_free);
+  check(own && ssl.SSL_CTX_use_certificate(context, own.get()));
+  auto secret = read(key, ssl.PEM_read_bio_PrivateKey, ssl.EVP_PKEY_free);
+  check(secret && ssl.SSL_CTX_use_PrivateKey(context, secret.get()));
   check(ssl.SSL_CTX_check_private_key(context));
+  this->context = made.release();
 }
 
 TlsContext::~TlsContext() { library->SSL_CTX_free(context); }
@@ -92,6 +90,7 @@ Connection::~Connection() {
 int Connection::shake(int milliseconds) {
   auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
   while (ssl_) {
+    errno = 0;
     library().ERR_clear_error();
     int result = library().SSL_do_handshake(ssl_);
     if (result == 1) break;

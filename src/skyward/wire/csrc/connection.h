@@ -14,8 +14,9 @@ namespace sky {
 // What both ends of a pool's connections prove: certificates of the pool's own authority.
 class TlsContext {
  public:
+  // With `kernel`, the kernel encrypts and decrypts if it can.
   TlsContext(std::shared_ptr<const OpenSsl> library, const std::string& authority, const std::string& certificate,
-             const std::string& key, bool server);
+             const std::string& key, bool server, bool kernel);
   ~TlsContext();
   TlsContext(const TlsContext&) = delete;
 

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,6 +36,12 @@ uint64_t size_on_wire(uint64_t part) {
   return written + (written + kTlsRecord - 1) / kTlsRecord * kTlsOverhead;
 }
 
+std::shared_ptr<void> memory_of(uint64_t size) {
+  auto* made = std::malloc(size);
+  if (!made) throw std::bad_alloc();
+  return {made, std::free};
+}
+
 std::string number(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%g", value);
@@ -58,7 +65,8 @@ void Link::await(Lock& lock, F&& ready) {
     if (ready()) return;
     push(lock, false);
     if (ready()) return;
-    if (pair_ && !reading_) take(lock, nullptr, 0, 0, true);
+    // TLS may hold more than one read takes, and no poll sees it.
+    if (pair_ && !reading_ && take(lock, nullptr, 0, 0, true)) continue;
     if (ready()) return;
     auto pair = pair_;
     bool writes = pair && !pair->broken && !pushing_ && sent_ < end_, reads = pair && !reading_;
@@ -98,24 +106,32 @@ void Link::send_large(const std::vector<std::pair<const char*, uint64_t>>& parts
   Lock lock(mutex_);
   check();
   auto first = end_;
-  for (auto [data, size] : parts)
-    for (uint64_t done = 0; done < size;) {
-      if (end_ - counted_ >= window_) await(lock, [&] { return end_ - counted_ <= window_ / 2; });
-      auto n = std::min({size - done, kPart, window_ - (end_ - counted_)});
-      pieces_.push_back({data + done, end_, n, owner});
-      end_ += n;
-      done += n;
+  try {
+    for (auto [data, size] : parts)
+      for (uint64_t done = 0; done < size;) {
+        if (end_ - counted_ >= window_) await(lock, [&] { return end_ - counted_ <= window_ / 2; });
+        auto n = std::min({size - done, kPart, window_ - (end_ - counted_)});
+        pieces_.push_back({data + done, end_, n, owner});
+        end_ += n;
+        done += n;
+      }
+    auto last = end_;
+    await(lock, [&] { return sent_ >= last; });
+    // Nobody may use the caller's memory afterwards: what is not counted is copied.
+    while (pushing_) changed_.wait(lock);
+    for (auto& piece : pieces_) {
+      if (piece.owner || piece.start < first) continue;
+      auto copy = memory_of(piece.size);
+      std::memcpy(copy.get(), piece.data, piece.size);
+      piece.data = static_cast<const char*>(copy.get());
+      piece.owner = std::move(copy);
     }
-  auto last = end_;
-  await(lock, [&] { return sent_ >= last; });
-  // Nobody may use the caller's memory afterwards: what is not counted is copied.
-  while (pushing_) changed_.wait(lock);
-  for (auto& piece : pieces_) {
-    if (piece.owner || piece.start < first) continue;
-    std::shared_ptr<void> copy(std::malloc(piece.size), std::free);
-    std::memcpy(copy.get(), piece.data, piece.size);
-    piece.data = static_cast<const char*>(copy.get());
-    piece.owner = std::move(copy);
+  } catch (const std::exception& e) {
+    // The link has ended, so nothing is sent any more; but another thread may be in the middle of a write.
+    if (!lock.owns_lock()) lock.lock();
+    end_locked(e.what());
+    while (pushing_) changed_.wait(lock);
+    throw;
   }
   check();
   used_ = Clock::now();
@@ -128,7 +144,7 @@ void Link::append(const char* data, uint64_t size) {
   while (size) {
     if (pieces_.empty() || !pieces_.back().room) {
       auto capacity = std::max(kChunk, size);
-      std::shared_ptr<void> memory(std::malloc(capacity), std::free);
+      auto memory = memory_of(capacity);
       pieces_.push_back({static_cast<const char*>(memory.get()), end_, 0, memory, capacity});
     }
     auto& last = pieces_.back();
@@ -275,7 +291,10 @@ ssize_t Link::read(Pair& pair, char* into, size_t size) {
         std::memcpy(&value, pair.head.data(), 8);
         if (value & kIsCount) {
           Lock lock(mutex_);
-          if (pair_.get() == &pair) heard_count(value & ~kIsCount);
+          if (pair_.get() == &pair) {
+            heard_ = Clock::now();
+            heard_count(value & ~kIsCount);
+          }
           if (ended_) return Connection::kOver;
         } else if (!value || value > kPartMost) {
           end(value >> kStripeBit
@@ -295,15 +314,16 @@ ssize_t Link::read(Pair& pair, char* into, size_t size) {
 // Reads once, for the caller or for later; waits so long for it. The caller has made sure that nobody reads.
 uint64_t Link::take(Lock& lock, char* into, uint64_t size, int milliseconds, bool for_later) {
   auto pair = pair_;
-  reading_ = true;
-  lock.unlock();
   if (for_later) {
     if (!for_later_) for_later_ = std::make_unique_for_overwrite<char[]>(kForLater);
     into = for_later_.get();
     size = kForLater;
   }
-  if (milliseconds && !pair->in->has_pending()) pair->in->await(true, milliseconds);
-  auto n = read(*pair, into, size);
+  reading_ = true;
+  lock.unlock();
+  // What TLS holds may be a part of its record.
+  auto n = milliseconds && !pair->in->has_pending() ? Connection::kNotNow : read(*pair, into, size);
+  if (n == Connection::kNotNow && milliseconds && pair->in->await(true, milliseconds)) n = read(*pair, into, size);
   std::vector<std::shared_ptr<void>> dropped;
   lock.lock();
   reading_ = false;
@@ -497,18 +517,32 @@ void Link::look(Clock::time_point now) {
   }
   if (pair_->broken && now - pair_->failed_at > kLastWords) pair_->cut();
   push(lock, false);
-  // Nobody has read for a moment: counts may have come that a thread waits for, or the end.
-  while (!ended_ && pair_ && !reading_ && (pair_->broken || now - used_ >= kSoon))
+  // Nobody has read for a moment: counts may have come that a thread waits for, or the end. Somebody who only sends
+  // uses the link all the time, and does not hear the other end's counts.
+  while (!ended_ && pair_ && !reading_ && (pair_->broken || now - used_ >= kSoon || now - heard_ >= kQuiet))
     if (!take(lock, nullptr, 0, 0, true)) break;
 }
 
 // The keeper.
 
-Keeper& Keeper::instance() {
-  // Never freed: links may end as late as the process does.
-  static Keeper* only = new Keeper;
-  return *only;
+namespace {
+
+std::atomic<Keeper*> keeper = nullptr;
+
+// The one that there is, or a new one. Never freed: links may end as late as the process does.
+template <typename T>
+T& only(std::atomic<T*>& place) {
+  auto* found = place.load();
+  if (!found) {
+    auto made = std::make_unique<T>();
+    if (place.compare_exchange_strong(found, made.get())) found = made.release();
+  }
+  return *found;
 }
+
+}  // namespace
+
+Keeper& Keeper::instance() { return only(keeper); }
 
 Keeper::Keeper() {
   if (::pipe(wake_)) throw std::runtime_error(std::strerror(errno));
@@ -516,6 +550,10 @@ Keeper::Keeper() {
     ::fcntl(end, F_SETFL, O_NONBLOCK);
     ::fcntl(end, F_SETFD, FD_CLOEXEC);
   }
+}
+
+Keeper::~Keeper() {
+  for (int end : wake_) ::close(end);
 }
 
 void Keeper::add(const std::shared_ptr<Link>& link, uint64_t number) {
@@ -572,7 +610,11 @@ void Keeper::watch() {
   std::vector<std::shared_ptr<Pair>> pairs;
   bool is_quiet = true;
   for (auto& link : links) {
-    link->look(now);
+    try {
+      link->look(now);
+    } catch (const std::exception& e) {
+      link->end(e.what());
+    }
     std::lock_guard lock(link->mutex_);
     if (link->ended_) continue;
     auto pair = link->pair_;
@@ -581,7 +623,8 @@ void Keeper::watch() {
     if (now - link->used_ < kQuiet) is_quiet = false;
     next = std::min(next, link->beat_ + kBeat);
     if (now - link->used_ >= kSoon && !link->reading_) watched.push_back({pair->in->fd(), POLLIN, 0});
-    if (link->sent_ < link->end_ && !link->pushing_ && !pair->broken) watched.push_back({pair->out->fd(), POLLOUT, 0});
+    if ((link->sent_ < link->end_ || pair->joint_size) && !link->pushing_ && !pair->broken)
+      watched.push_back({pair->out->fd(), POLLOUT, 0});
   }
   if (!is_quiet) next = std::min(next, now + kSoon);
   links.clear();
@@ -600,10 +643,7 @@ namespace {
 // Threads that help with long transfers; they stay.
 class Crew {
  public:
-  static Crew& instance() {
-    static Crew* only = new Crew;
-    return *only;
-  }
+  static Crew& instance();
 
   // Runs all of them, the first one on this thread; throws what the first of them throws.
   void run(const std::vector<std::function<void()>>& tasks) {
@@ -670,6 +710,17 @@ class Crew {
   size_t idle_ = 0;
 };
 
+std::atomic<Crew*> crew = nullptr;
+Crew& Crew::instance() { return only(crew); }
+
+std::atomic<uint32_t> forks_of_process = 0;
+// A child has none of these threads: it gets others when it makes links of its own.
+[[maybe_unused]] const int is_told_of_forks = ::pthread_atfork(nullptr, nullptr, [] {
+  keeper = nullptr;
+  crew = nullptr;
+  ++forks_of_process;
+});
+
 // The parts of `size` bytes that each of several links carries.
 template <typename Byte>
 std::vector<std::vector<std::pair<Byte*, uint64_t>>> stripes(size_t links, Byte* data, uint64_t size, uint64_t done,
@@ -685,6 +736,8 @@ std::vector<std::vector<std::pair<Byte*, uint64_t>>> stripes(size_t links, Byte*
 }
 
 }  // namespace
+
+uint32_t forks() noexcept { return forks_of_process; }
 
 void send_striped(const Links& links, const char* data, uint64_t size, uint64_t done, uint64_t stripe,
                   const std::shared_ptr<void>& owner) {

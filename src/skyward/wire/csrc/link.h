@@ -144,6 +144,8 @@ class Keeper {
  public:
   enum Event { kNothing, kLost, kEnded };
 
+  Keeper();
+  ~Keeper();
   static Keeper& instance();
   void add(const std::shared_ptr<Link>& link, uint64_t number);
   void remove(uint64_t number);
@@ -157,7 +159,6 @@ class Keeper {
   }
 
  private:
-  Keeper();
   void watch();
 
   std::mutex mutex_;
@@ -171,6 +172,10 @@ class Keeper {
   std::atomic<bool> asleep_ = false;
   int wake_[2];
 };
+
+// How many forks lie between the process that loaded this and the one that runs it. A link belongs to one process: a
+// child has the sockets, but neither the threads nor what their locks guard.
+uint32_t forks() noexcept;
 
 // Long transfers over several links at once: a thread encrypts or decrypts each. The links take turns of `stripe`
 // bytes; `done` bytes went before these.

@@ -1,5 +1,6 @@
 // The functions of OpenSSL 3 that a link uses, found at run time in a library that the process has or the system has.
-// No header of OpenSSL is needed to compile this, and no symbol is shared with another copy in the process.
+// No header of OpenSSL is needed to compile this. Others in the process may use another copy: each object has the
+// functions of one library alone.
 #pragma once
 
 #include <dlfcn.h>
@@ -26,19 +27,22 @@ constexpr long kPartialWrites = 1, kMovingBuffers = 2, kReleaseBuffers = 16;
 constexpr int kVerifyPeer = 1, kFailWithoutPeer = 2;
 constexpr int kErrorSsl = 1, kWantRead = 2, kWantWrite = 3, kErrorSyscall = 5, kZeroReturn = 6;
 constexpr int kCommonName = 13;
+constexpr uint64_t kKernelTls = 1 << 3;
+constexpr int kVersionText = 0;
 
 class OpenSsl {
  public:
-  // Throws, with the reason, if the library has not all of these.
-  explicit OpenSsl(const char* path) : handle_(::dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
+  // Throws, with the reason, if the library has not all of these. Without a path, the program's own: it may have been
+  // linked with OpenSSL.
+  explicit OpenSsl(const char* path) : handle_(open(path)) {
     if (!handle_) throw std::runtime_error(::dlerror());
 #define SKY_FIND(name) find(name, #name)
-    SKY_FIND(OpenSSL_version_num);
+    SKY_FIND(OpenSSL_version_num), SKY_FIND(OpenSSL_version);
     if (OpenSSL_version_num() < 0x30000000UL) throw std::runtime_error("it is older than OpenSSL 3");
     SKY_FIND(TLS_client_method), SKY_FIND(TLS_server_method), SKY_FIND(SSL_CTX_new), SKY_FIND(SSL_CTX_free);
     SKY_FIND(SSL_CTX_ctrl), SKY_FIND(SSL_CTX_set_verify), SKY_FIND(SSL_CTX_set_num_tickets);
     SKY_FIND(SSL_CTX_get_cert_store), SKY_FIND(SSL_CTX_use_certificate), SKY_FIND(SSL_CTX_use_PrivateKey);
-    SKY_FIND(SSL_CTX_check_private_key), SKY_FIND(SSL_CTX_set_default_read_buffer_len);
+    SKY_FIND(SSL_CTX_check_private_key), SKY_FIND(SSL_CTX_set_default_read_buffer_len), SKY_FIND(SSL_CTX_set_options);
     SKY_FIND(SSL_new), SKY_FIND(SSL_free), SKY_FIND(SSL_set_fd), SKY_FIND(SSL_set1_host);
     SKY_FIND(SSL_set_connect_state), SKY_FIND(SSL_set_accept_state), SKY_FIND(SSL_do_handshake);
     SKY_FIND(SSL_read_ex), SKY_FIND(SSL_write_ex), SKY_FIND(SSL_get_error), SKY_FIND(SSL_has_pending);
@@ -51,6 +55,7 @@ class OpenSsl {
   OpenSsl(const OpenSsl&) = delete;
 
   unsigned long (*OpenSSL_version_num)();
+  const char* (*OpenSSL_version)(int);
   const SSL_METHOD* (*TLS_client_method)();
   const SSL_METHOD* (*TLS_server_method)();
   SSL_CTX* (*SSL_CTX_new)(const SSL_METHOD*);
@@ -63,6 +68,7 @@ class OpenSsl {
   int (*SSL_CTX_use_PrivateKey)(SSL_CTX*, EVP_PKEY*);
   int (*SSL_CTX_check_private_key)(const SSL_CTX*);
   void (*SSL_CTX_set_default_read_buffer_len)(SSL_CTX*, size_t);
+  uint64_t (*SSL_CTX_set_options)(SSL_CTX*, uint64_t);
   SSL* (*SSL_new)(SSL_CTX*);
   void (*SSL_free)(SSL*);
   int (*SSL_set_fd)(SSL*, int);
@@ -88,6 +94,13 @@ class OpenSsl {
   void (*ERR_clear_error)();
   const char* (*ERR_reason_error_string)(unsigned long);
 
+  // Such as "OpenSSL 3.0.13 30 Jan 2024 from /usr/lib/libssl.so.3".
+  std::string name() const {
+    Dl_info found;
+    bool is_known = ::dladdr(reinterpret_cast<void*>(SSL_new), &found) && found.dli_fname;
+    return std::string(OpenSSL_version(kVersionText)) + (is_known ? std::string(" from ") + found.dli_fname : "");
+  }
+
   // What the last call of this thread says went wrong.
   std::string problem() const {
     auto* reason = ERR_reason_error_string(ERR_get_error());
@@ -96,12 +109,34 @@ class OpenSsl {
   }
 
  private:
+  static void* open(const char* path) {
+    constexpr int kFlags = RTLD_NOW | RTLD_LOCAL;
+#ifdef RTLD_DEEPBIND
+    // One that is loaded stays as it is. Another one must call its own libcrypto, although a program that exports its
+    // OpenSSL, or a library that was loaded for all, has functions of the same names.
+    if (path)
+      if (auto* loaded = ::dlopen(path, kFlags | RTLD_NOLOAD)) return loaded;
+    return ::dlopen(path, path ? kFlags | RTLD_DEEPBIND : kFlags);
+#else
+    return ::dlopen(path, kFlags);
+#endif
+  }
+
+  // All come from libssl and its libcrypto, or from one library that has both: a program may have several.
   template <typename F>
   void find(F& function, const char* name) {
-    function = reinterpret_cast<F>(::dlsym(handle_, name));
-    if (!function) throw std::runtime_error(std::string("it has no ") + name);
+    auto* found = ::dlsym(handle_, name);
+    if (!found) throw std::runtime_error(std::string("it has no ") + name);
+    Dl_info home{};
+    ::dladdr(found, &home);
+    auto& known = std::string(name).starts_with("SSL_") || std::string(name).starts_with("TLS_") ? ssl_ : crypto_;
+    if (!known) known = home.dli_fbase;
+    if (known != home.dli_fbase) throw std::runtime_error(std::string("another library has its ") + name);
+    function = reinterpret_cast<F>(found);
   }
-  void* handle_;
+
+  void* const handle_;
+  void *ssl_ = nullptr, *crypto_ = nullptr;
 };
 
 }  // namespace sky
