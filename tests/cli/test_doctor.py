@@ -14,6 +14,12 @@ from typing import Any
 import pytest
 
 from skyward.cli import doctor, health, output
+from skyward.device import build
+from skyward.wire import native
+
+from ..conftest import has_compiler
+
+CACHE = build.cache().parent
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +83,15 @@ def test_a_machine_that_works_has_exit_code_0_though_no_provider_is_set_up(
 
     assert document["ok"] is True
     found = {each["check"]: each for each in document["checks"]}
-    for name in ("python", "skyward", "local", "torch", "memory", "limits", "state folder"):
+    for name in (
+        "python",
+        "skyward",
+        "local",
+        "torch",
+        "memory",
+        "limits",
+        "state folder",
+    ):
         assert found[name]["state"] == "ok", found[name]
     assert found["device"]["found"].endswith("; tried with torch 2.11, 2.13 and 2.15")
     for name in ("aws", "kubernetes", "ray", "ssh"):
@@ -222,3 +236,38 @@ def test_packages_of_others_with_our_name_or_our_command_are_told(
     assert problem.check == "skyward"
     assert "0.12" in problem.found
     assert advice in problem.advice
+
+
+def test_links_say_what_moves_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("SKYWARD_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "SHIPPED", tmp_path / "wheel")
+    nothing = health._links()
+    assert nothing.state == "not set up"
+    assert "no compiled core, and no C++ compiler: Python encrypts" in nothing.found
+    monkeypatch.setenv("CXX", "/usr/bin/some-c++")
+    assert health._links().found == "the first use compiles their core with /usr/bin/some-c++"
+    (tmp_path / "device").mkdir()
+    core = build._place(build.LINK)
+    core.write_text("no library")
+    broken = health._links()
+    assert broken.state == "problem"
+    assert "the core that was compiled here cannot be loaded" in broken.found
+    assert str(core) in broken.advice
+
+
+@pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
+def test_links_say_which_openssl_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYWARD_CACHE", str(CACHE))
+    build.library(build.LINK)
+    found = health._links()
+    assert found.state == "ok"
+    assert found.found.startswith("the core that was compiled here with OpenSSL 3.")
+    monkeypatch.setenv("SKYWARD_KERNEL_TLS", "1")
+    assert "TLS" in health._links().found
+    monkeypatch.setattr(native, "openssl_libraries", lambda: ["libnone.so.3"])
+    without = health._links()
+    assert without.state == "not set up"
+    assert without.found.startswith("Python encrypts for the core that was compiled here, which ")
+    assert "libnone.so.3" in without.found

@@ -24,7 +24,7 @@ from skyward import __version__
 from skyward.compute import reach
 from skyward.compute.arguments import arguments_of
 from skyward.console.measures import size
-from skyward.device import torch_build
+from skyward.device import build, torch_build
 from skyward.device.build import cache
 from skyward.errors import ConfigurationError, SkywardError
 from skyward.nodes import records
@@ -32,6 +32,7 @@ from skyward.nodes.records import Journal
 from skyward.providers import Provider, answers, find_provider, state_folder
 from skyward.providers.local import measured_cards
 from skyward.settings import read_settings
+from skyward.wire import native
 
 State = Literal["ok", "not set up", "problem", "broken"]
 
@@ -76,6 +77,7 @@ def machine_checks() -> dict[str, Check]:
         "versions": _versions,
         "local": _local_worker,
         "torch": _torch,
+        "links": lambda: [_links()],
         "gpu": _gpus,
         "memory": lambda: [*_memory(), *_shared_memory()],
         "limits": _limits,
@@ -224,6 +226,51 @@ def _core(there: bool) -> Finding:
         "not set up",
         "no compiled core for this torch, and no C++ compiler",
         "apt-get install g++ (or name a compiler with CXX) to use the torch device",
+    )
+
+
+def _links() -> Finding:
+    """What moves the bytes that go to other machines."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if not build.is_there(build.LINK):
+        if compiler:
+            return Finding("links", "ok", f"the first use compiles their core with {compiler}")
+        return Finding(
+            "links",
+            "not set up",
+            "no compiled core, and no C++ compiler: Python encrypts, and no torch device is "
+            "reached over a network",
+            "install the wheel for this platform, or apt-get install g++ (or name one with CXX)",
+        )
+    path = build.library(build.LINK)
+    origin = "of the wheel" if path.parent == build.SHIPPED else "that was compiled here"
+    try:
+        core = native.LinkCore(path)
+    except OSError as problem:
+        return Finding(
+            "links",
+            "problem",
+            f"the core {origin} cannot be loaded: {problem}",
+            f"remove {path}, and `sky doctor` says what comes in its place",
+        )
+    if core.openssl is None:
+        return Finding(
+            "links",
+            "not set up",
+            f"Python encrypts for the core {origin}, which finds no OpenSSL 3 "
+            f"({core.openssl_name})",
+            "install one for more speed, for example apt-get install libssl3",
+        )
+    return Finding("links", "ok", f"the core {origin} with {core.openssl_name}{_kernel_tls()}")
+
+
+def _kernel_tls() -> str:
+    if not native.wants_kernel_tls():
+        return ""
+    there = Path("/proc/sys/net/ipv4/tcp_available_ulp")
+    has_it = there.exists() and "tls" in there.read_text().split()
+    return (
+        "; kernel TLS where its ciphers fit" if has_it else "; this kernel has no TLS: modprobe tls"
     )
 
 
