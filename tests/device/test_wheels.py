@@ -28,10 +28,13 @@ import torch, skyward as sky
 from skyward.device import build
 
 assert pathlib.Path(sky.__file__).is_relative_to(sys.argv[1]), sky.__file__
-with sky.Compute(options=sky.Options(console=False)) as compute:
-    x = torch.ones(3, 3, device=compute.device("cpu"), requires_grad=True)
-    (x @ x).sum().backward()
-    print(build.library("client").name, x.grad.sum().item())
+for transport in ("unix", "tcp"):
+    provider = sky.Local(transport=transport)
+    with sky.Compute(provider, options=sky.Options(console=False)) as compute:
+        x = torch.ones(3, 3, device=compute.device("cpu"), requires_grad=True)
+        (x @ x).sum().backward()
+        print(x.grad.sum().item())
+print(*(build.library(part).name for part in ("client", build.LINK)))
 """
 
 
@@ -80,8 +83,11 @@ def test_a_wheel_with_cores_needs_no_compiler(tmp_path: Path) -> None:
     assert made.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     done = run_without_compiler(made, tmp_path)
     assert done.returncode == 0, done.stderr
-    core = build.shipped_name("client", MINOR, 1, "linux", platform.machine())
-    assert done.stdout.split() == [core, "54.0"]
+    cores = [
+        build.shipped_name(part, MINOR, 1, "linux", platform.machine())
+        for part in ("client", build.LINK)
+    ]
+    assert done.stdout.split() == ["54.0", "54.0", *cores]
     assert "compiling" not in done.stderr
     assert not list(tmp_path.glob("cache/**/*.so"))
 
@@ -103,7 +109,7 @@ def test_a_wheel_for_every_linux_needs_no_compiler(tmp_path: Path) -> None:
     assert "-py3-none-manylinux_2_" in name
     done = run_without_compiler(made[0], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[1] == "54.0"
+    assert done.stdout.split()[:2] == ["54.0", "54.0"]
 
 
 def test_the_core_of_a_wheel_is_taken_only_where_it_fits(
@@ -166,6 +172,7 @@ def test_nodes_get_the_cores_of_workers(tmp_path: Path, monkeypatch: pytest.Monk
     cores.mkdir(parents=True)
     (cores / "worker-torch2.13-abi1-linux-x86_64-0.so").touch()
     (cores / "client-torch2.13-abi1-linux-x86_64-0.so").touch()
+    (cores / "link-linux-x86_64-0.so").touch()
     origins = {package: tmp_path / package / "__init__.py" for package in bootstrap_wheel.PACKAGES}
 
     class Spec:
@@ -175,4 +182,5 @@ def test_nodes_get_the_cores_of_workers(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(bootstrap_wheel.importlib.util, "find_spec", Spec)
     sent = dict(bootstrap_wheel._package_files())
     assert "skyward/device/cores/worker-torch2.13-abi1-linux-x86_64-0.so" in sent
+    assert "skyward/device/cores/link-linux-x86_64-0.so" in sent
     assert not any("client-" in name for name in sent)

@@ -19,7 +19,7 @@ DISTRIBUTION = "skyward-torch"
 """What an installer calls this skyward: the name `skyward` belongs to another project."""
 PACKAGES = ("skyward", "skytorch")
 _LEFT_OUT = ("*.pyc", "*.pyo", "*.so", ".*")
-_KEPT = "device/cores/worker-*.so"
+_KEPT = ("device/cores/worker-*.so", "device/cores/link-linux-*.so")
 """Compiled for nodes, which then need no compiler."""
 _EARLIEST = (1980, 1, 1, 0, 0, 0)
 """The time of all members; real times would make every wheel differ."""
@@ -77,7 +77,7 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
         home = Path(spec.origin).parent
         for file in sorted(home.rglob("*")):
             inside = file.relative_to(home)
-            is_left_out = any(map(file.match, _LEFT_OUT)) and not file.match(_KEPT)
+            is_left_out = any(map(file.match, _LEFT_OUT)) and not any(map(file.match, _KEPT))
             if not file.is_file() or is_left_out:
                 continue
             if any(part == "__pycache__" or part.startswith(".") for part in inside.parts):
