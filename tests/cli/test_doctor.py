@@ -15,6 +15,7 @@ import pytest
 
 from skyward.cli import doctor, health, output
 from skyward.device import build
+from skyward.providers.hosts import openssh
 from skyward.wire import native
 
 from ..conftest import has_compiler
@@ -164,6 +165,13 @@ def test_a_provider_that_never_answers_holds_up_nobody(run, silent: str, monkeyp
     monkeypatch.setattr(doctor, "_PROVIDER_SECONDS", 0.3)
 
     assert "no answer in 0.3 s" in run("doctor", "ray", code=1).stdout
+
+
+def test_ssh_says_what_carries_connections(run, monkeypatch: Any) -> None:
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/nowhere")
+    assert f"by {openssh.program()}; an ssh agent" in run("doctor", "ssh").stdout
+    monkeypatch.setattr(openssh, "OLDEST", (999, 0))
+    assert "by asyncssh, since" in run("doctor", "ssh").stdout
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (1, 1)])

@@ -16,8 +16,10 @@ import pytest
 from skyward import providers
 from skyward.nodes.records import Journal
 from skyward.providers import Order
+from skyward.providers.hosts import openssh
 from skyward.testing import Shop
 
+from ..conftest import other_case
 from . import ec2 as testbed_ec2
 from . import kube, podman, slurm_testbed, ssh_hosts
 from .ssh_hosts import Sshd, free_port
@@ -56,6 +58,21 @@ def sshd() -> Iterator[Sshd]:
     finally:
         hosts.down()
         shutil.rmtree(hosts.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def without_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have asyncssh carry the connections, as where `ssh` cannot."""
+    pytest.importorskip("asyncssh", reason="skyward-torch[ssh] is not installed")
+    monkeypatch.setattr(openssh, "OLDEST", (999, 0))
+
+
+@pytest.fixture(params=["ssh", pytest.param("asyncssh", marks=other_case)])
+def carrier(request: pytest.FixtureRequest) -> str:
+    """Connections that the program `ssh` carries, and those that asyncssh carries."""
+    if request.param == "asyncssh":
+        request.getfixturevalue("without_ssh")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

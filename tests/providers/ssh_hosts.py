@@ -20,7 +20,7 @@ import pytest
 
 import skyward as sky
 from skyward.providers import Order
-from skyward.providers.hosts import connections
+from skyward.providers.hosts import machine as ssh_machine
 from skyward.providers.hosts.machine import SSHMachine
 from skyward.testing import plain_request
 
@@ -71,7 +71,7 @@ def skip_if_absent() -> None:
 
 def hosts_held() -> int:
     """To how many hosts this event loop holds connections."""
-    return len(connections._held.get(asyncio.get_running_loop(), {}))
+    return len(ssh_machine._held.get(asyncio.get_running_loop(), {}))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import skyward as sky
 from skyward.providers import Allocation, Order, Provider, Request
 from skyward.testing import ProviderSuite, Shop, plain_request
 
+from ..conftest import only_in_all
 from . import podman
 from .ssh_hosts import Sshd
 
@@ -110,6 +111,12 @@ class TestSSH(ProviderSuite):
     def machine_request(self) -> Request:
         """What any machine has."""
         return plain_request()
+
+
+@only_in_all
+@pytest.mark.usefixtures("without_ssh")
+class TestSSHWithoutItsProgram(TestSSH):
+    """The same hosts, where there is no `ssh`."""
 
 
 class TestContainer(ProviderSuite):

@@ -139,7 +139,6 @@ def test_in_a_pod_without_a_kubeconfig_its_own_credentials_count(
 
 
 def test_files_of_ssh_are_those_that_are_here(user: User) -> None:
-    pytest.importorskip("asyncssh")
     there = user.at("laptop")
     key, config = write(there / ".ssh" / "lab"), write(there / "lab.config")
     hosts = sky.SSH(["gpu1"], key=key, config=config, known_hosts=write(there / "known"))

@@ -19,11 +19,13 @@ import pytest
 
 import skyward as sky
 from skyward.providers import Order
-from skyward.providers.hosts import connections
+from skyward.providers.hosts import machine as ssh_machine
 from skyward.testing import plain_request
 
 from .. import walks
 from .ssh_hosts import LISTENER, Sshd, another, hosts_held, made, said, serving
+
+pytestmark = pytest.mark.usefixtures("carrier")
 
 
 def test_64_mib_go_in_and_come_out_or_are_not_even_read(sshd: Sshd) -> None:
@@ -245,16 +247,16 @@ def test_connecting_goes_on_when_those_who_asked_give_up(
     sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waits less than it takes; together they get there."""
-    connected, attempts = connections._connected, []
+    connect, attempts = ssh_machine.connect, []
 
     async def slowly(destination: Any) -> Any:
         attempts.append(destination)
         await asyncio.sleep(0.5)
-        return await connected(destination)
+        return await connect(destination)
 
     async def scenario() -> None:
         async with made(sshd.provider()) as machine:
-            monkeypatch.setattr(connections, "_connected", slowly)
+            monkeypatch.setattr(ssh_machine, "connect", slowly)
             assert machine._kept is not None
             machine._kept.retire()
             impatient = 0
@@ -377,7 +379,7 @@ def test_a_closed_socket_ends_the_channel_though_the_host_says_nothing(sshd: Ssh
             (await machine.dial(endpoint)).close()
             assert await asyncio.wait_for(task, 30) == 0
             async with asyncio.timeout(60):
-                while machine._bridges:
+                while machine._channels:
                     await asyncio.sleep(0.005)
 
     asyncio.run(scenario())
@@ -446,7 +448,7 @@ def test_sockets_leave_no_descriptor_open(sshd: Sshd) -> None:
                     end.close()
                     peer.close()
                 async with asyncio.timeout(60):
-                    while machine._bridges or psutil.Process().num_fds() > before:
+                    while machine._channels or psutil.Process().num_fds() > before:
                         await asyncio.sleep(0.005)
 
     asyncio.run(scenario())

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("asyncssh", reason="skyward-torch[ssh] is not installed")
-
-from skyward.providers.hosts import connections
+from skyward.providers.hosts import machine as ssh_machine
 
 DESTINATION: Any = None
 """No test depends on it."""
@@ -30,11 +28,7 @@ class Connection:
     def close(self) -> None:
         self.closed = True
 
-    def abort(self) -> None:
-        self.closed = True
-        self.over.set()
-
-    async def wait_closed(self) -> None:
+    async def finish(self) -> None:
         await self.over.wait()
 
 
@@ -45,19 +39,19 @@ class Host:
         self.answers = asyncio.Event()
         self.answers.set()
         self.connections: list[Connection] = []
-        monkeypatch.setattr(connections, "_connected", self.connected)
+        monkeypatch.setattr(ssh_machine, "connect", self.connect)
 
-    async def connected(self, _: Any) -> tuple[Connection, None]:
+    async def connect(self, _: Any) -> Connection:
         await self.answers.wait()
         self.connections.append(Connection())
-        return self.connections[-1], None
+        return self.connections[-1]
 
 
 def test_who_has_a_connection_does_not_wait_for_another_that_is_being_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
+        host, to_it = Host(monkeypatch), ssh_machine.HostConnections(DESTINATION)
         control, _ = await to_it.connection()
         host.answers.clear()
         data = asyncio.create_task(to_it.connection(busy=True))
@@ -74,10 +68,8 @@ def test_who_has_a_connection_does_not_wait_for_another_that_is_being_made(
 def test_who_needs_a_connection_does_not_wait_for_the_end_of_a_lost_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "CLOSE_SECONDS", 120.0)
-
     async def scenario() -> None:
-        host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
+        host, to_it = Host(monkeypatch), ssh_machine.HostConnections(DESTINATION)
         await to_it.connection()
         lost = host.connections[0]
         lost.closed = True
@@ -99,14 +91,14 @@ def test_commands_that_wait_for_a_connection_share_as_few_as_have_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
-        places = [to_it.command_place() for _ in range(2 * connections.COMMANDS_EACH + 1)]
+        host, to_it = Host(monkeypatch), ssh_machine.HostConnections(DESTINATION)
+        places = [to_it.command_place() for _ in range(2 * ssh_machine.COMMANDS_EACH + 1)]
         async with asyncio.timeout(MOMENT):
             found = await asyncio.gather(*places)
         assert [
             sum(place.connection is each for place in found)  # type: ignore[comparison-overlap]
             for each in host.connections
-        ] == [connections.COMMANDS_EACH, connections.COMMANDS_EACH, 1]
+        ] == [ssh_machine.COMMANDS_EACH, ssh_machine.COMMANDS_EACH, 1]
 
     asyncio.run(scenario())
 
@@ -115,7 +107,7 @@ def test_a_retired_connection_is_closed_after_its_last_command_and_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
+        host, to_it = Host(monkeypatch), ssh_machine.HostConnections(DESTINATION)
         _, first_over = await to_it.connection()
         _, second_over = await to_it.connection()
         place = await to_it.command_place()
@@ -139,7 +131,7 @@ def test_an_idle_connection_is_closed_as_soon_as_it_is_retired(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        host, to_it = Host(monkeypatch), connections.HostConnections(DESTINATION)
+        host, to_it = Host(monkeypatch), ssh_machine.HostConnections(DESTINATION)
         _, over = await to_it.connection()
         over()
         await to_it.connection(busy=True)

@@ -30,6 +30,7 @@ from skyward.errors import ConfigurationError, SkywardError
 from skyward.nodes import records
 from skyward.nodes.records import Journal
 from skyward.providers import Provider, answers, find_provider, state_folder
+from skyward.providers.hosts import openssh
 from skyward.providers.local import measured_cards
 from skyward.settings import read_settings
 from skyward.wire import native
@@ -382,9 +383,12 @@ def _answer(check: str, provider: Provider) -> Finding:
 
 def _ssh() -> Finding:
     """What logins would use; which hosts there are only a pool of the settings says."""
-    if importlib.util.find_spec("asyncssh") is None:
-        advice = "pip install 'skyward-torch[ssh]'"
-        return Finding("ssh", "not set up", "asyncssh is missing", advice)
+    try:
+        openssh.check("SSH")
+    except ConfigurationError as problem:
+        return Finding("ssh", "not set up", openssh.why_not(), str(problem))
+    why = openssh.why_not()
+    carried = f"by asyncssh, since {why}" if why else f"by {openssh.program()}"
     folder = Path.home() / ".ssh"
     keys = [each.stem for each in sorted(folder.glob("id_*.pub"))]
     agent = os.environ.get("SSH_AUTH_SOCK")
@@ -396,7 +400,8 @@ def _ssh() -> Finding:
             f"no ssh agent, and no key in {folder}",
             "ssh-keygen makes a key, and ssh-copy-id HOST brings it to a host",
         )
-    return Finding("ssh", "ok", f"{' and '.join(ways)}; hosts are checked with their pools")
+    ways.append("hosts are checked with their pools")
+    return Finding("ssh", "ok", f"{carried}; {'; '.join(ways)}")
 
 
 def described_pools() -> list[str]:

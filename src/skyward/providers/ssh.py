@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError
 from skyward.providers import Allocation, Capabilities, Order, Request, file_here
-from skyward.providers.hosts import Destination, HostAddress, inventory
+from skyward.providers.hosts import Destination, HostAddress, inventory, openssh
 
 if TYPE_CHECKING:
     from skyward.providers.hosts.machine import SSHMachine
@@ -85,10 +84,7 @@ class SSH:
             addresses=self._pairs(hosts),
             timeout=checks.seconds(self, "timeout", self.timeout),
         )
-        if importlib.util.find_spec("asyncssh") is None:
-            raise ConfigurationError(
-                "SSH needs the package asyncssh; install it with: pip install 'skyward-torch[ssh]'"
-            )
+        openssh.check("SSH")
 
     def __repr__(self) -> str:
         return checks.shown(self)
@@ -170,6 +166,8 @@ class SSH:
         """Connect, and make the machine's folder on the host."""
         if order.node >= len(self.hosts):
             raise PoolStartError(f"node {order.node}: {self._too_few()}")
+        if order.node == 0 and (why := openssh.why_not()):
+            order.note(f"SSH is carried by asyncssh, since {why}")
         machine = await self._machine(order.pool, order.node)
         await machine.make()
         return machine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from skyward.errors import ConfigurationError, SkywardError, UnavailableError
 from skyward.providers import Capabilities, Offer, Remains, Request, file_here
 from skyward.providers.aws.account import NO_CREDENTIALS, RequestError, is_used, profiles
 from skyward.providers.aws.settings import Settings
+from skyward.providers.hosts import openssh
 
 if TYPE_CHECKING:
     from skyward.providers.aws.catalogue import Catalogue
@@ -97,10 +97,7 @@ class AWS(Settings):
     def check(self, request: Request) -> None:
         """Refuse what no instance can have, and an account that cannot be used at all."""
         self.account_here()
-        if importlib.util.find_spec("asyncssh") is None:
-            raise ConfigurationError(
-                "AWS needs the package asyncssh; install it with: pip install 'skyward-torch[aws]'"
-            )
+        openssh.check("AWS")
         if self.key is not None and not Path(self.key).expanduser().exists():
             raise ConfigurationError(
                 f"AWS(key={self.key!r}): there is no such file; name a private key's, or leave key "

@@ -7,9 +7,11 @@ import glob
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+from skyward.errors import HostKeyError, LoginError, UnreachableError
 
 _ADDRESS = re.compile(
     r"(?:(?P<user>[^@\s]+)@)?"
@@ -71,6 +73,116 @@ class Destination:
             before or None,
             self.timeout,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogin:
+    """Where a login leads, as the arguments and the ssh configuration come to; and its errors."""
+
+    destination: Destination
+    host: str
+    port: int
+    user: str
+    """Empty if it is not known, as on a jump host."""
+    known_hosts: tuple[Path, ...]
+    is_behind: bool
+    """Whether the way leads through another host, or through a command."""
+
+    @property
+    def entry(self) -> str:
+        """The host's name in a file of known hosts."""
+        return self.host if self.port == STANDARD_PORT else f"[{self.host}]:{self.port}"
+
+    def on_the_way(self, host: str, port: int) -> HostLogin:
+        """A host that the way leads through."""
+        if (host, port) == (self.host, self.port):
+            return self
+        jump = replace(self.destination, host=HostAddress(host, None, port), jump=None, proxy=())
+        return HostLogin(jump, host, port, "", self.known_hosts, is_behind=False)
+
+    def unreachable(self, problem: str, advice: str = "") -> UnreachableError:
+        """The error for a host that was not reached; the usual advice is to try it by hand."""
+        return UnreachableError(f"{self._host}: {problem}; {advice or f'try: {self.by_hand}'}")
+
+    def unknown_key(self, shown: str, more: str = "") -> HostKeyError:
+        """The error for a host whose key is on no record, and how to make it known."""
+        files = " and ".join(
+            str(path) if path.exists() else f"{path} (no such file)" for path in self.known_hosts
+        )
+        return HostKeyError(
+            f"{self._host}: its host key is not known. It showed {shown}, and "
+            f"{files} had no entry for {self.entry}{more}. "
+            "Compare that fingerprint with the machine's own (ssh-keygen -lf "
+            "/etc/ssh/ssh_host_ed25519_key.pub there), then either log in once, or add it:\n"
+            f"  {self.by_hand}\n  {self._scan}"
+        )
+
+    def changed_key(self, shown: str, known: str) -> HostKeyError:
+        """The error for a host with another key than the one on record."""
+        file = shlex.quote(str(self.known_hosts[0]))
+        return HostKeyError(
+            f"{self._host}: ITS HOST KEY HAS CHANGED. It showed {shown}, and "
+            f"{self.known_hosts[0]} knows it by {known}. Either the machine was made anew, or "
+            "somebody is in between. Nothing was sent. If you know why, and the new fingerprint "
+            f"is right, replace the old key:\n  ssh-keygen -f {file} -R "
+            f"{shlex.quote(self.entry)}\n  {self._scan}"
+        )
+
+    def refused_key(self, reason: str) -> HostKeyError:
+        """The error for any other key that does not count, such as a revoked one."""
+        return HostKeyError(f"{self._host}: {reason}")
+
+    def refused(self, reason: str, tried: Sequence[str], locked: Sequence[str]) -> LoginError:
+        """The error for a host that lets nobody in; `locked` are the keys with a passphrase."""
+        who = f" as {self.user!r}" if self.user else ""
+        message = (
+            f"{self._host}: no login{who} ({reason}); "
+            f"tried {', '.join(tried) or 'no key, for there was none'}."
+        )
+        if locked:
+            message += (
+                f" {' and '.join(locked)} has a passphrase, which is never asked for here: give "
+                f"it to your agent with: ssh-add {shlex.join(locked)}."
+            )
+        return LoginError(
+            f"{message} Try it by hand: {self.by_hand}\n  To let a key in: ssh-copy-id -i "
+            f"KEY.pub -p {self.port} {f'{self.user}@' if self.user else ''}{self.host}"
+        )
+
+    @property
+    def _host(self) -> str:
+        name = self.destination.host.name
+        also = f" ({name})" if name != self.host else ""
+        return f"SSH host {f'[{self.host}]' if ':' in self.host else self.host}:{self.port}{also}"
+
+    @property
+    def _scan(self) -> str:
+        file = shlex.quote(str(self.known_hosts[0]))
+        return f"ssh-keyscan -p {self.port} {shlex.quote(self.host)} >> {file}"
+
+    @property
+    def by_hand(self) -> str:
+        """The command that makes the same connection."""
+        to, parts = self.destination, ["ssh"]
+        if to.config not in (None, "~/.ssh/config"):
+            parts += ["-F", str(to.config)]
+        if to.key is not None:
+            parts += ["-i", to.key]
+        if to.known_hosts is not None:
+            parts += ["-o", f"UserKnownHostsFile={to.known_hosts}"]
+        if to.jump is not None:
+            parts += ["-J", to.jump]
+        if self.port != STANDARD_PORT:
+            parts += ["-p", str(self.port)]
+        return shlex.join([*parts, f"{f'{self.user}@' if self.user else ''}{to.host.name}"])
+
+
+STANDARD_PORT = 22
+KEEPALIVE_SECONDS = 10
+KEEPALIVE_MISSES = 3
+"""The client gives up a silent host after 30 to 40 s, and does not notice a shorter outage."""
+CLOSE_SECONDS = 3.0
+"""How long a host that may be dead has to confirm that a connection is closed."""
 
 
 class NamedHosts(Protocol):

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import select
 import shlex
-import signal as signals
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
-import asyncssh
-
 from skyward.errors import PoolStartError, UnreachableError
 from skyward.providers import Machine
-from skyward.providers.hosts import Destination
-from skyward.providers.hosts.connections import (
-    HostConnections,
-    hold,
-    opened,
-    release,
-    resolved,
-)
+from skyward.providers.hosts import Destination, openssh
 from skyward.providers.piped import KILL_SECONDS, Piped
 
 ALIVE_SECONDS = 5.0
@@ -33,10 +22,10 @@ RETIRE_SECONDS = 3.0
 """A connection on which the host does not answer for so long gets no new programs or streams."""
 LONGEST_COMMAND = 120_000
 """Linux takes 131,072 bytes in one argument, and sshd hands the command over as one."""
-WINDOW = 8 << 20
-"""How much a host may send unread: enough for 100 MB/s at a round trip of 80 ms."""
-BUFFER = 1 << 20
-"""How many unread bytes the kernel and the event loop each hold."""
+CHUNK = 1 << 20
+COMMANDS_EACH = 8
+"""How many commands share a connection. An sshd allows 10 unless its configuration says otherwise;
+one that allows fewer refuses a command, and that connection gets no more from then on."""
 
 _MACHINES = '"${XDG_CACHE_HOME:-$HOME/.cache}/skyward/machines/"'
 _FOLDER = f'd={_MACHINES}"$1"; '
@@ -74,9 +63,9 @@ class SSHHost(Piped):
     def __init__(self, destination: Destination) -> None:
         self._destination = destination
         self._agent = ""
-        self._bridges: set[Bridge] = set()
-        self._programs: WeakKeyDictionary[socket.socket, Bridge] = WeakKeyDictionary()
-        """The bridge of each program, by its socket."""
+        self._channels: set[HostChannel] = set()
+        self._programs: WeakKeyDictionary[socket.socket, HostChannel] = WeakKeyDictionary()
+        """The channel of each program, by its socket."""
         self._background: set[asyncio.Task[Any]] = set()
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
@@ -85,8 +74,8 @@ class SSHHost(Piped):
 
     async def stream(self, line: str) -> socket.socket:
         """A socket that is the standard input and output of a command line."""
-        bridge, end = await self._stream(line)
-        self._programs[end] = bridge
+        channel, end = await self._stream(line)
+        self._programs[end] = channel
         return end
 
     async def settle(self, end: socket.socket) -> None:
@@ -97,23 +86,23 @@ class SSHHost(Piped):
 
     async def answer(self, line: str, input: bytes = b"") -> tuple[int, bytes, bytes]:
         """The exit status of a command line, and what it writes to its two streams."""
-        bridge, end = await self._stream(line)
+        channel, end = await self._stream(line)
         with end:
             end.setblocking(False)
             loop, output = asyncio.get_running_loop(), bytearray()
             feeding = asyncio.create_task(_feed(end, input))
             try:
-                while data := await loop.sock_recv(end, BUFFER):
+                while data := await loop.sock_recv(end, CHUNK):
                     output += data
-                await bridge.closed.wait()
+                await channel.closed.wait()
             finally:
                 feeding.cancel()
                 await asyncio.wait({feeding})
-        if bridge.status is None:
+        if channel.status is None:
             raise UnreachableError(await self.why_lost())
-        return bridge.status, bytes(output), bytes(bridge.errors)
+        return channel.status, bytes(output), bytes(channel.errors)
 
-    async def _stream(self, line: str) -> tuple[Bridge, socket.socket]:
+    async def _stream(self, line: str) -> tuple[HostChannel, socket.socket]:
         """Run a command line in a channel of a connection that takes one more."""
         if len(line.encode()) > LONGEST_COMMAND:
             raise ValueError(
@@ -121,15 +110,17 @@ class SSHHost(Piped):
                 "what is long as its input"
             )
 
-        async def open_on(host: HostConnections) -> tuple[Bridge, socket.socket]:
+        async def open_on(host: HostConnections) -> tuple[HostChannel, socket.socket]:
             while True:
                 place = await host.command_place()
                 try:
-                    return await self._bridge(host, place.connection, place.leave, f"exec:{line}")
-                except OSError as error:
-                    refused = isinstance(error.__cause__, asyncssh.ChannelOpenError)
-                    if not (refused and place.was_full()):
-                        raise
+                    return await self._open(host, place.connection, place.leave, f"exec:{line}")
+                except ConnectionRefusedError as error:
+                    if not place.was_full():
+                        raise UnreachableError(
+                            f"SSH host {self._destination.host.name}: it runs no command: {error}; "
+                            "is MaxSessions 0 in its sshd_config?"
+                        ) from None
 
         return await self._opened(open_on)
 
@@ -145,20 +136,27 @@ class SSHHost(Piped):
         # The pool dials the agent first: it sends little, and its messages must not wait.
         self._agent = self._agent or endpoint
 
-        async def open_on(host: HostConnections) -> tuple[Bridge, socket.socket]:
+        async def open_on(host: HostConnections) -> tuple[HostChannel, socket.socket]:
             connection, over = await host.connection(busy=endpoint != self._agent)
-            return await self._bridge(host, connection, over, endpoint)
+            return await self._open(host, connection, over, endpoint)
 
         return (await self._opened(open_on))[1]
 
     async def _opened(
-        self, open_on: Callable[[HostConnections], Awaitable[tuple[Bridge, socket.socket]]]
-    ) -> tuple[Bridge, socket.socket]:
-        """A bridge that is built with the host's connections."""
+        self, open_on: Callable[[HostConnections], Awaitable[tuple[HostChannel, socket.socket]]]
+    ) -> tuple[HostChannel, socket.socket]:
+        """A channel that is opened with the host's connections."""
         host = hold(self._destination)
         found = None
         try:
-            found = await open_on(host)
+            try:
+                found = await open_on(host)
+            except ConnectionAbortedError:
+                # The connection had ended, and nobody had noticed: the next one is a new one.
+                try:
+                    found = await open_on(host)
+                except ConnectionAbortedError as error:
+                    raise UnreachableError(str(error)) from None
         finally:
             try:
                 await self._finish(release(host))
@@ -169,71 +167,68 @@ class SSHHost(Piped):
                 raise
         return found
 
-    async def _bridge(
+    async def _open(
         self,
         host: HostConnections,
-        connection: asyncssh.SSHClientConnection,
+        connection: HostCarrier,
         over: Callable[[], None],
         endpoint: str,
-    ) -> tuple[Bridge, socket.socket]:
-        """Build a bridge; `over` is called, once, when it has ended or cannot be built."""
+    ) -> tuple[HostChannel, socket.socket]:
+        """Open a channel; `over` is called, once, when it has ended or cannot be opened."""
         began = time.monotonic()
         kept = [hold(self._destination)]
 
-        def ended(bridge: Bridge | None = None) -> None:
-            if bridge is not None:
-                self._bridges.discard(bridge)
+        def ended(channel: HostChannel | None = None) -> None:
+            if channel is not None:
+                self._channels.discard(channel)
             if kept:
                 over()
                 self._later(release(kept.pop()))
 
         try:
             async with asyncio.timeout(self._destination.timeout):
-                bridge, end = await Bridge.built(connection, endpoint, ended)
-        except (asyncssh.Error, OSError) as error:
+                channel, end = await connection.open(endpoint, ended)
+        except OSError as error:
             ended()
             if isinstance(error, TimeoutError):
                 host.retire(connection)
-            raise self._dial_error(error, connection, endpoint) from error
+            raise self._open_error(error, endpoint) from error
         except BaseException:
             ended()
             if time.monotonic() - began > RETIRE_SECONDS:
                 host.retire(connection)
             raise
-        if not bridge.closed.is_set():
-            self._bridges.add(bridge)
-        return bridge, end
+        if not channel.closed.is_set():
+            self._channels.add(channel)
+        return channel, end
 
-    def _dial_error(
-        self, error: Exception, connection: asyncssh.SSHClientConnection, endpoint: str
-    ) -> OSError:
-        name = self._destination.host.name
-        # asyncssh also reports a refused channel when the connection was lost meanwhile.
-        if isinstance(error, asyncssh.ChannelOpenError) and not connection.is_closed():
+    def _open_error(self, error: OSError, endpoint: str) -> OSError:
+        host = f"SSH host {self._destination.host.name}"
+        if isinstance(error, ConnectionAbortedError):
+            return ConnectionAbortedError(f"{host}: the connection was lost: {error}")
+        if isinstance(error, PermissionError):
+            return UnreachableError(
+                f"{host}: its sshd forbids the way to {endpoint}; set AllowTcpForwarding yes in "
+                "its sshd_config"
+            )
+        if isinstance(error, ConnectionRefusedError):
             if endpoint.startswith("exec:"):
-                return UnreachableError(
-                    f"SSH host {name}: it runs no command: {error.reason}; is MaxSessions 0 in its "
-                    "sshd_config?"
-                )
-            if error.code == asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED:
-                option = "StreamLocal" if endpoint.startswith("unix:") else "Tcp"
-                return UnreachableError(
-                    f"SSH host {name}: its sshd forbids the way to {endpoint}; set "
-                    f"Allow{option}Forwarding yes in its sshd_config"
-                )
-            if error.code == asyncssh.OPEN_CONNECT_FAILED:
-                return ConnectionRefusedError(f"SSH host {name}: {endpoint}: {error.reason}")
+                return ConnectionRefusedError(str(error))
+            # An sshd that forbids Unix sockets says the same as one that finds nobody at them.
+            forbids = "; or its sshd_config has AllowStreamLocalForwarding no"
+            unix = endpoint.startswith("unix:")
+            return ConnectionRefusedError(f"{host}: {endpoint}: {error}{forbids if unix else ''}")
         if isinstance(error, TimeoutError):
             return UnreachableError(
-                f"SSH host {name}: no answer for {self._destination.timeout:g} s; the next "
-                "attempt makes a new connection"
+                f"{host}: no answer for {self._destination.timeout:g} s; the next attempt makes a "
+                "new connection"
             )
-        return UnreachableError(f"SSH host {name}: the connection was lost: {error}")
+        return UnreachableError(f"{host}: the connection was lost: {error}")
 
     async def leave(self) -> None:
         """End what this process does on the host, and leave the host as it is."""
-        for bridge in list(self._bridges):
-            bridge.close()
+        for channel in list(self._channels):
+            channel.close()
         while self._background:
             await asyncio.wait(self._background)
 
@@ -328,8 +323,8 @@ class SSHMachine(SSHHost, Machine):
 
     async def destroy(self) -> None:
         """Kill every process that runs in the folder, and remove the folder."""
-        for bridge in list(self._bridges):
-            bridge.close()
+        for channel in list(self._channels):
+            channel.close()
         try:
             said = bytearray()
             status = await self._script(REMOVE_FOLDER, said)
@@ -382,203 +377,233 @@ async def labels(destination: Destination) -> list[str]:
 
 async def resolve_host(destination: Destination) -> tuple[str, bool]:
     """The name or address of a host in the ssh configuration, and whether it has jump hosts."""
-    options = await asyncio.to_thread(resolved, destination)
-    return str(options.host), bool(destination.jump or options.tunnel or options.proxy_command)
+    if openssh.program():
+        login = await asyncio.to_thread(openssh.resolved, destination)
+    else:
+        from skyward.providers.hosts import library
+
+        login = await asyncio.to_thread(library.resolved, destination)
+    return login.host, login.is_behind
 
 
-class Bridge(asyncio.Protocol):
-    """Copies bytes between one end of a socket pair and a channel, until either is closed."""
+# The connections to hosts.
 
-    def __init__(self, ended: Callable[[Bridge], None]) -> None:
-        self._ended = ended
-        self._far: _BridgeChannel | None = None
-        self._near: asyncio.Transport | None = None
-        self.closed = asyncio.Event()
-        self.status: int | None = None
-        """The exit status of a command, after its end."""
-        self.errors = bytearray()
-        """The last that a command wrote to its standard error."""
 
-    @classmethod
-    async def built(
-        cls,
-        connection: asyncssh.SSHClientConnection,
-        endpoint: str,
-        ended: Callable[[Bridge], None],
-    ) -> tuple[Bridge, socket.socket]:
+class HostChannel(Protocol):
+    """One command or stream of a connection."""
+
+    closed: asyncio.Event
+    status: int | None
+    """The exit status of a command, after its end."""
+    errors: bytearray
+    """The last that a command wrote to its standard error."""
+
+    def close(self) -> None:
+        """Close it at once; whoever reads its socket sees the end."""
+
+
+class HostCarrier(Protocol):
+    """One connection to a host: a `Master` of OpenSSH's, or a `LibraryConnection` of asyncssh's."""
+
+    def is_closed(self) -> bool:
+        """Whether it carries nothing more."""
+
+    def close(self) -> None:
+        """Have it end, with all its channels."""
+
+    async def finish(self) -> None:
+        """Wait for the end of a connection that is closed."""
+
+    async def open(
+        self, endpoint: str, ended: Callable[[Any], None]
+    ) -> tuple[HostChannel, socket.socket]:
         """Open a channel to an endpoint, and return the socket that leads to it.
 
         The endpoint "exec:COMMAND" is the standard input and output of a command on the host.
+        `ended` is called, once, when an open channel is closed. Raises `ConnectionRefusedError` if
+        nobody listens there, or the host takes no more commands; `PermissionError` if the host
+        forbids it; `ConnectionAbortedError` if the connection was lost before the host was asked;
+        and another `OSError` if it was lost later.
         """
-        bridge = cls(ended)
-        family, _, place = endpoint.partition(":")
-        if family == "unix":
-            await opened(connection.create_unix_connection(bridge._session, place, window=WINDOW))
-        elif family == "exec":
-            start = connection.create_session(bridge._session, place, encoding=None, window=WINDOW)
-            await opened(start)
-        else:
-            host, _, port = place.rpartition(":")
-            at = host.strip("[]"), int(port)
-            await opened(connection.create_connection(bridge._session, *at, window=WINDOW))
-        ours, theirs = socket.socketpair()
+
+
+async def connect(destination: Destination) -> HostCarrier:
+    """Log in with the program `ssh`, or with asyncssh where that cannot carry connections."""
+    if openssh.program():
+        return await openssh.Master.started(destination)
+    # An extra, and slow to import.
+    from skyward.providers.hosts import library
+
+    return await library.LibraryConnection.started(destination)
+
+
+class HostConnections:
+    """The connections to one host on one event loop; opened when needed, and again when lost."""
+
+    def __init__(self, destination: Destination) -> None:
+        self.destination = destination
+        self.users = 0
+        self._open: list[_Connection] = []
+        self._opening: dict[bool, asyncio.Task[_Connection]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection that nobody has closed."""
+        return any(not each.connection.is_closed() for each in self._open)
+
+    async def connection(self, *, busy: bool = False) -> tuple[HostCarrier, Callable[[], None]]:
+        """A connection for one stream, and what the caller calls, once, when the stream is over.
+
+        Busy streams, which may carry much, share a connection of their own: on a slow network they
+        would delay the others for so long that the host looked dead.
+        """
+        chosen = await self._choose(lambda each: each.busy == busy, busy)
+        chosen.streams += 1
+
+        def over() -> None:
+            chosen.streams -= 1
+            self._close_if_unused(chosen)
+
+        return chosen.connection, over
+
+    async def command_place(self) -> CommandPlace:
+        """The place of one command, on a connection that takes one more."""
+        chosen = await self._choose(lambda each: not each.busy and each.commands < each.room)
+        chosen.commands += 1
+        return CommandPlace(chosen, self._close_if_unused)
+
+    async def _choose(self, fits: Callable[[_Connection], bool], busy: bool = False) -> _Connection:
+        """An open connection that fits, or else the next that opens and has room for us too."""
+        while True:
+            for each in list(self._open):
+                if each.connection.is_closed():
+                    self._remove(each)
+            for each in self._open:
+                if fits(each) and not each.retired:
+                    return each
+            new = await self._next(busy)
+            # Several callers may have waited for this connection, and it takes only so many.
+            if fits(new):
+                return new
+
+    def _close_if_unused(self, connection: _Connection) -> None:
+        """Close a retired connection after its last command and stream."""
+        unused = not connection.commands and not connection.streams
+        if connection.retired and unused and connection in self._open:
+            connection.connection.close()
+            self._remove(connection)
+
+    def _remove(self, connection: _Connection) -> None:
+        """Wait in the background until a closed connection has ended."""
+        self._open.remove(connection)
+        closing = asyncio.create_task(connection.connection.finish())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _next(self, busy: bool) -> _Connection:
+        """The next connection that opens.
+
+        Opening goes on when a caller gives up: on a slow network every caller would.
+        """
+        opening = self._opening.get(busy)
+        if opening is None:
+            opening = self._opening[busy] = asyncio.create_task(self._connect(busy))
+            opening.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(opening)
+
+    async def _connect(self, busy: bool) -> _Connection:
         try:
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-            ours.setblocking(False)
-            await asyncio.get_running_loop().connect_accepted_socket(lambda: bridge, ours)
-        except BaseException:
-            ours.close()
-            theirs.close()
-            bridge.close()
-            raise
-        return bridge, theirs
+            connection = _Connection(await connect(self.destination), busy)
+            self._open.append(connection)
+            return connection
+        finally:
+            del self._opening[busy]
 
-    def _session(self) -> _BridgeChannel:
-        self._far = _BridgeChannel(self)
-        return self._far
+    def retire(self, connection: HostCarrier | None = None) -> None:
+        """Start nothing new on a connection that does not answer; on None, on any of them.
 
-    def close(self) -> None:
-        """Close both sides at once; readers see the end of the stream."""
-        if self._near is not None:
-            self._near.abort()
-        if self._far is not None:
-            self._far.channel.abort()
+        Its commands and streams go on until the connection is known to be dead. After the last of
+        them the connection is closed.
+        """
+        for each in list(self._open):
+            each.retired |= connection in (None, each.connection)
+            self._close_if_unused(each)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start reading the channel: its data can be written to the socket now."""
-        assert isinstance(transport, asyncio.Transport)
-        assert self._far is not None
-        self._near = transport
-        transport.set_write_buffer_limits(BUFFER)
-        self._far.join(transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Write what the client sent to the channel."""
-        assert self._far is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._far.channel.write(data)
-
-    def eof_received(self) -> bool:
-        """Pass on that the client writes no more; close the channel if it does not read either."""
-        assert self._far is not None
-        assert self._near is not None
-        with contextlib.suppress(BrokenPipeError):
-            if _closed_by_peer(self._near.get_extra_info("socket")):
-                self._far.channel.close()
-            else:
-                self._far.channel.write_eof()
-        return not self._far.at_end
-
-    def pause_writing(self) -> None:
-        """Stop reading the channel: the client does not read."""
-        assert self._far is not None
-        self._far.channel.pause_reading()
-
-    def resume_writing(self) -> None:
-        """Read the channel again: the client reads."""
-        assert self._far is not None
-        self._far.channel.resume_reading()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Close the channel with the socket."""
-        if self._far is not None:
-            self._far.channel.close()
-            if self._far.gone:
-                self.finish()
-
-    def finish(self) -> None:
-        """Tell the owner, once, that the bridge is closed."""
-        if not self.closed.is_set():
-            self.closed.set()
-            self._ended(self)
+    async def close(self) -> None:
+        """Close all connections."""
+        for opening in list(self._opening.values()):
+            opening.cancel()
+            await asyncio.wait({opening})
+        closed, self._open = self._open, []
+        for each in closed:
+            each.connection.close()
+        for each in closed:
+            await each.connection.finish()
+        while self._closing:
+            await asyncio.wait(self._closing)
 
 
-class _BridgeChannel(
-    asyncssh.SSHTCPSession[bytes],
-    asyncssh.SSHUNIXSession[bytes],
-    asyncssh.SSHClientSession[bytes],
-):
-    """The side of a bridge that is the SSH channel."""
+class _Connection:
+    """One connection to a host, and how many commands and streams use it."""
 
-    def __init__(self, bridge: Bridge) -> None:
-        self._bridge = bridge
-        self._near: asyncio.Transport | None = None
-        self.channel: Any
-        self.at_end = False
-        self.gone = False
+    def __init__(self, connection: HostCarrier, busy: bool) -> None:
+        self.connection = connection
+        self.busy = busy
+        self.retired = False
+        self.commands = 0
+        self.room = COMMANDS_EACH
+        self.streams = 0
 
-    def connection_made(self, chan: Any) -> None:
-        """Keep the channel."""
-        self.channel = chan
 
-    def session_started(self) -> None:
-        """Leave data in the channel until there is a socket to write it to."""
-        if self._near is None:
-            self.channel.pause_reading()
+class CommandPlace:
+    """The place of a command on a connection, which takes only so many."""
 
-    def join(self, near: asyncio.Transport) -> None:
-        """Take the socket to write to."""
-        self._near = near
-        if self.gone:
-            near.close()
-            return
-        self.channel.resume_reading()
-        if self.at_end:
-            self._end_near()
+    def __init__(self, connection: _Connection, left: Callable[[_Connection], None]) -> None:
+        self._on, self._left = connection, left
 
-    def data_received(self, data: bytes, datatype: int | None = None) -> None:
-        """Write what the host sent to the socket; keep what a command says of its failure."""
-        assert self._near is not None
-        if datatype is None:
-            self._near.write(data)
-        else:
-            self._bridge.errors += data
-            del self._bridge.errors[:-BUFFER]
+    @property
+    def connection(self) -> HostCarrier:
+        """The connection itself."""
+        return self._on.connection
 
-    def exit_status_received(self, status: int) -> None:
-        """Keep the exit status."""
-        self._bridge.status = status
+    def was_full(self) -> bool:
+        """Whether a host that refused the command may take it on another connection.
 
-    def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:
-        """Keep the signal that killed the command."""
-        number = getattr(signals, f"SIG{signal}", 0)
-        self._bridge.status = 128 + int(number)
-
-    def eof_received(self) -> bool:
-        """Pass on that the host will send no more; this is called on paused channels, too."""
-        self.at_end = True
-        self._end_near()
+        To be asked when the place has been given back: the connection takes no more from then on.
+        """
+        if self._on.commands == 0:
+            return False
+        self._on.room = self._on.commands
         return True
 
-    def _end_near(self) -> None:
-        if self._near is not None and not self._near.is_closing():
-            with contextlib.suppress(OSError):
-                self._near.write_eof()
-
-    def pause_writing(self) -> None:
-        """Stop reading the socket: the host does not read."""
-        if self._near is not None:
-            self._near.pause_reading()
-
-    def resume_writing(self) -> None:
-        """Read the socket again: the host reads."""
-        if self._near is not None:
-            self._near.resume_reading()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Close the socket with the channel, after writing what has arrived."""
-        self.gone = True
-        if self._near is not None:
-            if exc is not None:
-                self._near.abort()
-            else:
-                self._near.close()
-        self._bridge.finish()
+    def leave(self) -> None:
+        """Give the place back, once."""
+        self._on.commands -= 1
+        self._left(self._on)
 
 
-def _closed_by_peer(end: Any) -> bool:
-    """Whether the other end of a socket pair is closed for reading, too."""
-    poll = select.poll()
-    poll.register(end.fileno(), 0)
-    return any(events & select.POLLHUP for _, events in poll.poll(0))
+_held: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Destination, HostConnections]] = (
+    WeakKeyDictionary()
+)
+"""A connection belongs to the loop that opened it."""
+
+
+def hold(destination: Destination) -> HostConnections:
+    """The connections to a destination; they stay until released as often as held."""
+    here = _held.setdefault(asyncio.get_running_loop(), {})
+    host = here.get(destination)
+    if host is None:
+        host = here[destination] = HostConnections(destination)
+    host.users += 1
+    return host
+
+
+async def release(host: HostConnections) -> None:
+    """Let go of a host; the last user to do so closes its connections."""
+    host.users -= 1
+    if host.users == 0:
+        here = _held.get(asyncio.get_running_loop(), {})
+        if here.get(host.destination) is host:
+            del here[host.destination]
+        await host.close()

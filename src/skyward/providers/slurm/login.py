@@ -16,8 +16,7 @@ from skyward.providers.hosts import Destination
 from skyward.providers.on_node.keeper import KNOWN_ENTRIES, home_entries
 
 if TYPE_CHECKING:
-    from skyward.providers.hosts.connections import HostConnections
-    from skyward.providers.hosts.machine import SSHHost
+    from skyward.providers.hosts.machine import HostConnections, SSHHost
 
 CALL_SECONDS = 60.0
 """How long a command of Slurm's may take: its controller may be busy."""
@@ -196,7 +195,7 @@ class Remote:
 
     def open(self) -> None:
         """Hold the connection, so that not every command makes a new one."""
-        from skyward.providers.hosts.connections import hold
+        from skyward.providers.hosts.machine import hold
 
         self._held = self._held or hold(self._destination)
 
@@ -244,7 +243,7 @@ class Remote:
 
     async def close(self) -> None:
         """Close the connection, if no other pool uses it."""
-        from skyward.providers.hosts.connections import release
+        from skyward.providers.hosts.machine import release
 
         machine, self._machine = self._machine, None
         if machine is not None:
