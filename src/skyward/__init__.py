@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from skyward.context import stderr as stderr
     from skyward.context import stdout as stdout
     from skyward.device.core import device_stats as device_stats
+    from skyward.device.loader import loader as loader
     from skyward.device.profile import profile as profile
     from skyward.errors import BroadcastError as BroadcastError
     from skyward.errors import NodeLostError as NodeLostError
@@ -94,6 +95,7 @@ _HOMES = {
         "stdout",
     ),
     "device.core": ("device_stats",),
+    "device.loader": ("loader",),
     "device.profile": ("profile",),
     "errors": (
         "BroadcastError",

@@ -891,6 +891,16 @@ class Compute:
         fleet.dispatcher.check_open()
         return torch.device("sky", fleet.devices.get(node, kind))
 
+    def make_on_device(self, making: Making[T], index: int) -> T | None:
+        """Make an object that can open a device's memory; None if the device is another pool's."""
+        if (fleet := self._fleet) is None or fleet.closed:
+            return None
+        holder = fleet.devices.holder(index)
+        if holder is None:
+            return None
+        node, worker = holder
+        return make(self._fleet_for_calls(), making, node if worker is None else (node, worker))
+
     def devices(self, kind: str = "auto") -> list[torch.device]:
         """A torch device on every node that has started.
 

@@ -90,13 +90,17 @@ class Seat:
             self.dispatcher.submit(self.dispatcher.prepare(pending, keep=True, pinned=self.load))
 
 
-def make(fleet: Fleet, making: Making[C], on: int | None) -> C:
-    """Make one object, in a worker of that node or of any."""
+def make(fleet: Fleet, making: Making[C], at: Worker | int | None) -> C:
+    """Make one object, in that worker, in a worker of that node, or in any."""
     key = making.new_key()
-    task = fleet.dispatcher.prepare(making.call(key), keep=False, on=on)
+    task = fleet.dispatcher.prepare(making.call(key), keep=False, **_aim(at))
     with _freed_on_failure(fleet, making, [key], [task]):
         fleet.dispatcher.run(task)
-    return _instance(fleet, making, key, task, on)
+    return _instance(fleet, making, key, task, at)
+
+
+def _aim(at: Worker | int | None) -> dict[str, Any]:
+    return {"worker": at} if isinstance(at, tuple) else {"on": at}
 
 
 def make_later(fleet: Fleet, making: Making[C], on: int | None) -> Future[C]:
@@ -134,9 +138,7 @@ def _instance(fleet: Fleet, making: Making[C], key: str, task: Task, at: Worker 
 
 
 def _make_again(fleet: Fleet, making: Making[Any], at: Worker | int | None, key: str) -> Seat:
-    worker = at if isinstance(at, tuple) else None
-    on = at if isinstance(at, int) else None
-    task = fleet.dispatcher.prepare(making.call(key), keep=False, on=on, worker=worker)
+    task = fleet.dispatcher.prepare(making.call(key), keep=False, **_aim(at))
     with _freed_on_failure(fleet, making, [key], [task]):
         fleet.dispatcher.run(task)
     return _seat_of(fleet, task)
