@@ -45,6 +45,8 @@ BATCHES_MOST = 64
 """How many batches are ready at most, and how many are told of in one message."""
 STATES_MOST = 2048
 """More batches than can be on their way: of older ones, no state has to be kept."""
+ENDED_MOST = 4
+"""Of how many epochs that have ended the states are kept, for clients that are behind."""
 DRAWN_AHEAD = 16
 """How many batches a sampler of the user's is asked for beyond those that workers prefetch."""
 POLL_SECONDS = 0.001
@@ -448,16 +450,17 @@ class Epoch(Closing):
                 if source is torch.default_generator:
                     source.set_state(before)
         self._drawn = drawn
+        self._random = None if self._workers else _random_state()
+        self._first = self._random if resumed is None else resumed["random"]
         start = {
             "seed": self._seed,
             "batches": self._batches,
             "order": order,
             "workers": None if resumed is None else resumed["workers"],
-            "random": None if self._workers else _random_state(),
+            "random": self._first,
             "room": None,
             "number": 0,
         }
-        self._random = start["random"]
         room = self._room
         if room is not None and room.serial != core().serial(loader.device.index):
             room = self._room = None  # the device was lost, and is another one
@@ -558,6 +561,7 @@ class Epoch(Closing):
             "batches": self._batches,
             "seed": self._seed,
             "drawn": self._drawn,
+            "random": self._first,
             "num_workers": self._workers,
             "workers": self._call("states", self._key, self._batches),
         }
@@ -597,8 +601,11 @@ class Data:
         self.dataset = source() if called else source
         self.options = options
         self._feeds: dict[str, Feed] = {}
+        """The epochs by their keys, with some that have ended: the client may be behind."""
         self._persistent: Any = None
         """The DataLoader whose workers stay from epoch to epoch, and its order."""
+        self._closed = False
+        self._ending = threading.Lock()
 
     def facts(self) -> tuple[bool, int | None, str]:
         """Whether the data set is an iterable one, its length if it has one, and its class."""
@@ -619,12 +626,14 @@ class Data:
                 # It has the workers, until the batch that it waits for is there.
                 before.stop()
                 before.thread.join()
+        ended = [each for each, feed in list(self._feeds.items()) if not feed.thread.is_alive()]
+        for each in ended[:-ENDED_MOST]:
+            self._feeds.pop(each, None)
         feed = self._feeds[key] = Feed(self, start, orders)
         try:
             yield from feed
         finally:
             feed.stop()
-            self._feeds.pop(key, None)
 
     def widen(self, key: str, description: bytes) -> None:
         """Give an epoch other room."""
@@ -664,11 +673,25 @@ class Data:
             self._persistent = loader, given
         return loader
 
+    def end_workers(self, iterator: Any) -> None:
+        """End the workers of an epoch, unless they stay."""
+        # Not left to the garbage collector: a traceback may have the iterator for long.
+        with self._ending:
+            if self._closed or not self.options["persistent_workers"]:
+                iterator._shutdown_workers()
+
     def close(self) -> None:
         """End all epochs, and the workers."""
+        self._closed = True
         for feed in list(self._feeds.values()):
             feed.stop()
-        self._persistent = None
+        loader = self._persistent and self._persistent[0]
+        if loader is not None and loader._iterator is not None:
+            self.end_workers(loader._iterator)
+
+    def __del__(self) -> None:
+        if "_ending" in vars(self):
+            self.close()
 
 
 class _Order:
@@ -820,6 +843,8 @@ class Ring:
         self._busy: deque[tuple[int, int]] = deque([(number, 0)] if number else [])
         """The number and the first byte of each batch that is there."""
         self._at = self.size if number else 0
+        self.taken = 0
+        """The number of a batch that the client has taken, by now or a while ago."""
 
     def _used(self) -> contextlib.AbstractContextManager[Any]:
         return self._stream if self._on_gpu else contextlib.nullcontext()
@@ -829,8 +854,8 @@ class Ring:
         start = self._free(size)
         if start is None:
             with self._used():
-                taken = int(self._taken.item())
-            while self._busy and self._busy[0][0] <= taken:
+                self.taken = int(self._taken.item())
+            while self._busy and self._busy[0][0] <= self.taken:
                 self._busy.popleft()
             start = self._free(size)
         if start is not None:
@@ -866,7 +891,9 @@ class Feed:
     """Makes the batches of one epoch, on a thread of its own, as far ahead as there is room."""
 
     def __init__(self, data: Data, start: dict[str, Any], orders: Any) -> None:
-        self._data, self._start, self._orders = data, start, orders
+        self._data: Data | None = data
+        """None when the thread has begun: an epoch that has ended must not hold the data set."""
+        self._start, self._orders = start, orders
         self._ready: deque[tuple[Any, ...]] = deque()
         self._changed = threading.Condition()
         self._stopped = False
@@ -930,27 +957,36 @@ class Feed:
         return entries
 
     def _run(self) -> None:
+        data, self._data = self._data, None
+        assert data is not None
         try:
-            self._make()
+            iterator = iter(data.loader(self._order(), WorkerSide(self._start, data.options)))
+            try:
+                self._make(iterator, alone=not data.options["num_workers"])
+            finally:
+                data.end_workers(iterator)
         except BaseException as problem:
             # Whatever it is, the client must be told.
             self._tell("failed", problem)
 
-    def _make(self) -> None:
-        start = self._start
+    def _order(self) -> Any:
+        """The indices of the batches; None of an iterable data set."""
         if self._orders is not None:
-            order: Any = (index for (index,) in self._orders)
-        elif start["order"] is not None:
-            order = itertools.islice(iter(start["order"]), start["batches"], None)
-        else:
-            order = None
+            return (index for (index,) in self._orders)
+        if (order := self._start["order"]) is not None:
+            return itertools.islice(iter(order), self._start["batches"], None)
+        return None
+
+    def _make(self, iterator: Iterator[Any], *, alone: bool) -> None:
+        """`alone` says that there are no workers for the user."""
+        start = self._start
         if start["room"] is not None:
             self.widen(start["room"], start["number"])
             ring = self._rings.get()
         else:
             ring = None
         whole = False
-        for made in self._data.loader(order, WorkerSide(start, self._data.options)):
+        for made in iterator:
             if not made[0]:
                 raise encoding.decode(made[1]).rebuild()
             _, pickle, spans, parts, buffers, storages, note = made
@@ -961,7 +997,7 @@ class Feed:
                 whole = ring is None
             if self._stopped:
                 return
-            self._note(note)
+            self._note(note, ring)
             if whole:
                 batch = _on_host(pickle, spans, parts, buffers, storages)
                 self._tell("whole", batch)
@@ -975,8 +1011,7 @@ class Feed:
                 ring.put(at, parts, places)
             known, new = self._kind(pickle, spans)
             self._tell("at", known, new, self._number, at, buffers, storages)
-        is_alone = not self._data.options["num_workers"]
-        self._tell("end", self.states(sys.maxsize)[0]["random"] if is_alone else None)
+        self._tell("end", self.states(sys.maxsize)[0]["random"] if alone else None)
 
     def _next_ring(self) -> Ring | None:
         while not self._stopped:
@@ -1007,10 +1042,12 @@ class Feed:
         known = self._kinds[pickle, *spans] = len(self._kinds)
         return known, (pickle, spans)
 
-    def _note(self, note: tuple[int, Any, Any]) -> None:
+    def _note(self, note: tuple[int, Any, Any], ring: Ring | None) -> None:
+        start = self._start
+        taken = 0 if ring is None else start["batches"] + ring.taken - start["number"]
         with self._changed:
             self._notes.append(note)
-            if len(self._notes) > STATES_MOST:
+            while len(self._notes) > STATES_MOST or self._noted < taken:
                 _apply(self._entries, self._notes.popleft())
                 self._noted += 1
 
