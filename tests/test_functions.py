@@ -1426,6 +1426,13 @@ def test_a_timeout_raises_and_cancels_the_remote_work(compute, tmp_path, eventua
     assert add(0) @ compute == [1, 1]
 
 
+def test_a_timeout_may_be_years(compute, tmp_path):
+    waiting = wait_then.with_timeout(1e9)(tmp_path / "gate", 7) > compute
+    assert add(1) >> compute == 2
+    (tmp_path / "gate").touch()
+    assert waiting.result(100) == 7
+
+
 def test_a_timeout_counts_from_dispatch_not_from_submission(compute, tmp_path):
     blockers = [wait_then(tmp_path / "gate", 1) > compute for _ in range(2)]
     quick = sky.function(timeout=5)(lambda: "ran")() > compute

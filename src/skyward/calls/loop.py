@@ -28,6 +28,8 @@ from skyward.wire.link.incoming import NotConnected
 
 LENT_SECONDS = 0.5
 """How long a caller reads a channel at most; a call that takes longer need not be read so fast."""
+LONGEST_SECONDS = 86400.0
+"""How long the loop waits at most for its next timer: pollers refuse more than some weeks."""
 
 OnFrame = Callable[[Frame], None]
 OnLost = Callable[[BaseException], None]
@@ -259,7 +261,7 @@ class Loop:
             if self._calls:
                 timeout = 0.0
             elif self._timers:
-                left = max(0.0, self._timers[0][0] - time.monotonic())
+                left = min(max(0.0, self._timers[0][0] - time.monotonic()), LONGEST_SECONDS)
                 # The poller counts in milliseconds, and rounds up.
                 timeout = left * kernel.POLL_SECOND
             for descriptor, _ in self._poller.poll(timeout):
