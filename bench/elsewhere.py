@@ -14,10 +14,11 @@ from typing import Any
 class Elsewhere:
     """Runs `serve` with a pipe and the arguments; `serve` ends when it receives None."""
 
-    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, serve: Callable[..., None], *arguments: Any, daemon: bool = True) -> None:
+        """`daemon` must be False if `serve` starts processes."""
         context = multiprocessing.get_context("spawn")
         self._near, far = context.Pipe()
-        self._process = context.Process(target=serve, args=(far, *arguments), daemon=True)
+        self._process = context.Process(target=serve, args=(far, *arguments), daemon=daemon)
         self._process.start()
 
     def ask(self, *question: Any) -> Any:

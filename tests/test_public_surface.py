@@ -53,6 +53,7 @@ PUBLIC = [
     "accelerators",
     "events",
     "device_stats",
+    "loader",
     "profile",
     # what a function sees on its node
     "instance_info",

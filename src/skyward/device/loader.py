@@ -141,7 +141,7 @@ class Loader(Closing):
         self._data: Instance = made
         if called:
             self._plan = _plan(_stand_in(*made.facts()), options)
-        self._room: Room | None = None
+        self._room: BatchRoom | None = None
         self._seed: int | None = None
         """That of the workers, if they are persistent and have begun."""
         self._resumed: dict[str, Any] | None = None
@@ -344,7 +344,7 @@ def _layout(spans: Iterable[Span]) -> tuple[list[int], int]:
     return ends[:-1], ends[-1]
 
 
-class Room:
+class BatchRoom:
     """Memory of a device for batches, as the client has it: a number, and the batches behind it."""
 
     def __init__(self, device: torch.device, need: int) -> None:
@@ -543,7 +543,7 @@ class Epoch(Closing):
 
     def _widen(self, need: int) -> None:
         """Make room for batches of that size, and tell the node."""
-        self._room = Room(self._loader.device, need)
+        self._room = BatchRoom(self._loader.device, need)
         self._call("widen", self._key, self._room.description)
 
     def _finish(self, random_state: Random | None) -> None:
