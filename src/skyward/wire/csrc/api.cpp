@@ -83,10 +83,12 @@ int64_t send_striped(void* const* handles, int count, const void* data, uint64_t
 }
 
 int64_t receive_striped(void* const* handles, int count, void* into, uint64_t size, uint64_t done, uint64_t stripe,
-                        uint64_t* progress, int milliseconds) {
+                        uint64_t* progress, int milliseconds, void (*reached)(void*, uint64_t), void* context) {
+  std::function<void(uint64_t)> told;
+  if (reached) told = [&](uint64_t bytes) { reached(context, bytes); };
   return unless_ended(handles[0], [&](Link&) {
     return sky::receive_striped(all_of(handles, count), static_cast<char*>(into), size, done, stripe, progress,
-                                milliseconds);
+                                milliseconds, told);
   });
 }
 

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 namespace sky {
 namespace {
@@ -29,7 +30,8 @@ constexpr auto kLastWords = std::chrono::seconds(1);
 // How soon the keeper reads what nobody reads, and how long after the last use it looks so often.
 constexpr auto kSoon = std::chrono::milliseconds(10);
 constexpr auto kQuiet = std::chrono::milliseconds(100);
-constexpr int kLookMilliseconds = 100;
+// How long a sender waits for a count before it copies what is not counted.
+constexpr int kCountMilliseconds = 2;
 
 uint64_t size_on_wire(uint64_t part) {
   auto written = part + 8;
@@ -59,7 +61,7 @@ Link::~Link() { end("the link was closed"); }
 
 // Waits for something that needs sending or the other end's counts; does both meanwhile if no other thread does.
 template <typename F>
-void Link::await(Lock& lock, F&& ready) {
+void Link::await(Lock& lock, F&& ready, int milliseconds) {
   for (;;) {
     check();
     if (ready()) return;
@@ -71,12 +73,12 @@ void Link::await(Lock& lock, F&& ready) {
     auto pair = pair_;
     bool writes = pair && !pair->broken && !pushing_ && sent_ < end_, reads = pair && !reading_;
     if (!writes && !reads) {
-      changed_.wait_for(lock, std::chrono::milliseconds(kLookMilliseconds));
+      changed_.wait_for(lock, std::chrono::milliseconds(milliseconds));
       continue;
     }
     pollfd watched[]{{writes ? pair->out->fd() : -1, POLLOUT, 0}, {reads ? pair->in->fd() : -1, POLLIN, 0}};
     lock.unlock();
-    ::poll(watched, 2, kLookMilliseconds);
+    ::poll(watched, 2, milliseconds);
     lock.lock();
   }
 }
@@ -117,7 +119,14 @@ void Link::send_large(const std::vector<std::pair<const char*, uint64_t>>& parts
       }
     auto last = end_;
     await(lock, [&] { return sent_ >= last; });
-    // Nobody may use the caller's memory afterwards: what is not counted is copied.
+    // Nobody may use the caller's memory afterwards: what is not counted is copied. A near end that reads counts most
+    // of it while this waits, which costs less than copies of it all.
+    auto heard = Clock::now();
+    auto is_stalled = [&, before = counted_]() mutable {
+      if (std::exchange(before, counted_) != counted_) heard = Clock::now();
+      return Clock::now() - heard >= std::chrono::milliseconds(kCountMilliseconds);
+    };
+    if (!owner) await(lock, [&] { return last <= counted_ + kCountEvery || is_stalled(); }, kCountMilliseconds);
     while (pushing_) changed_.wait(lock);
     for (auto& piece : pieces_) {
       if (piece.owner || piece.start < first) continue;
@@ -321,8 +330,9 @@ uint64_t Link::take(Lock& lock, char* into, uint64_t size, int milliseconds, boo
   }
   reading_ = true;
   lock.unlock();
-  // What TLS holds may be a part of its record.
-  auto n = milliseconds && !pair->in->has_pending() ? Connection::kNotNow : read(*pair, into, size);
+  // What TLS holds may be a part of its record. In the middle of a long transfer there are mostly more bytes.
+  bool waits_first = milliseconds && size < kForLater && !pair->in->has_pending();
+  auto n = waits_first ? Connection::kNotNow : read(*pair, into, size);
   if (n == Connection::kNotNow && milliseconds && pair->in->await(true, milliseconds)) n = read(*pair, into, size);
   std::vector<std::shared_ptr<void>> dropped;
   lock.lock();
@@ -749,12 +759,28 @@ void send_striped(const Links& links, const char* data, uint64_t size, uint64_t 
 }
 
 bool receive_striped(const Links& links, char* into, uint64_t size, uint64_t done, uint64_t stripe, uint64_t* progress,
-                     int milliseconds) {
+                     int milliseconds, const std::function<void(uint64_t)>& reached) {
   auto parts = stripes(links.size(), into, size, done, stripe);
   auto until = Clock::now() + std::chrono::milliseconds(milliseconds);
+  auto came_over = [&](size_t which) { return std::atomic_ref(progress[which]); };
+  // Of the first bytes, how many are all there.
+  auto reach = [&] {
+    auto reach = size;
+    for (size_t i = 0; i < links.size(); ++i) {
+      auto left = came_over(i).load(std::memory_order_acquire);
+      for (auto [to, length] : parts[i]) {
+        if (left < length) {
+          reach = std::min(reach, static_cast<uint64_t>(to - into) + left);
+          break;
+        }
+        left -= length;
+      }
+    }
+    return reach;
+  };
   // For one link: goes on where it was.
-  auto receive = [&](size_t which) {
-    auto& own = progress[which];
+  auto receive = [&](size_t which, bool is_own_thread) {
+    auto own = progress[which];
     std::vector<char> nowhere(into ? 0 : stripe);
     uint64_t before = 0;
     for (auto [to, length] : parts[which]) {
@@ -767,19 +793,22 @@ bool receive_striped(const Links& links, char* into, uint64_t size, uint64_t don
         }
         auto got = links[which]->receive(to ? to + at : nowhere.data(), length - at, left);
         own += got;
+        came_over(which).store(own, std::memory_order_release);
         if (!got && milliseconds >= 0) return;
       }
       before += length;
+      if (is_own_thread && reached) reached(reach());
     }
   };
   std::vector<std::function<void()>> tasks;
   uint64_t had = 0, has = 0;
   for (size_t i = 0; i < links.size(); ++i) {
     had += progress[i];
-    if (!parts[i].empty()) tasks.push_back([&, i] { receive(i); });
+    if (!parts[i].empty()) tasks.push_back([&, i, is_own_thread = tasks.empty()] { receive(i, is_own_thread); });
   }
   if (had < size && !tasks.empty()) Crew::instance().run(tasks);
   for (size_t i = 0; i < links.size(); ++i) has += progress[i];
+  if (has == size && reached) reached(size);
   return has == size;
 }
 

@@ -94,6 +94,7 @@ class Link : public std::enable_shared_from_this<Link> {
  private:
   friend class Keeper;
   using Lock = std::unique_lock<std::mutex>;
+  static constexpr int kLookMilliseconds = 100;
 
   void check() const {
     if (ended_) throw LinkEnded(why_);
@@ -103,7 +104,7 @@ class Link : public std::enable_shared_from_this<Link> {
   bool push_one(Lock& lock, Pair& pair, bool waits);
   const char* unsent(uint64_t position, uint64_t& size, std::shared_ptr<void>& owner) const;
   template <typename F>
-  void await(Lock& lock, F&& ready);
+  void await(Lock& lock, F&& ready, int milliseconds = kLookMilliseconds);
   void heard_count(uint64_t count);
   void forget_counted(std::vector<std::shared_ptr<void>>& dropped);
   ssize_t read(Pair& pair, char* into, size_t size);
@@ -183,8 +184,8 @@ using Links = std::vector<std::shared_ptr<Link>>;
 void send_striped(const Links& links, const char* data, uint64_t size, uint64_t done, uint64_t stripe,
                   const std::shared_ptr<void>& owner);
 // Returns whether all are there, after that time at the latest; `progress` has how many came over each link. Without
-// memory, they are dropped.
+// memory, they are dropped. `reached` is told, on this thread and now and then, how many of the first are all there.
 bool receive_striped(const Links& links, char* into, uint64_t size, uint64_t done, uint64_t stripe, uint64_t* progress,
-                     int milliseconds);
+                     int milliseconds, const std::function<void(uint64_t)>& reached);
 
 }  // namespace sky

@@ -77,15 +77,11 @@ void Bulk::send(const void* data, uint64_t size, bool later) {
     check();
     bool fits = parcels_.empty() && rings_ && size <= rings_->up.room();
     if (later && !fits) {
-      changed_.wait(lock, [&] { return !queued_ || queued_ + size <= kQueuedMost || ending_ || !broken_.empty(); });
-      check();
-      Parcel parcel{std::shared_ptr<char[]>(new char[size]), size};
-      std::memcpy(parcel.bytes.get(), data, size);
-      parcels_.push_back(std::move(parcel));
-      queued_ += size;
-      if (!sender_.joinable()) sender_ = std::thread([this] { send_queued(); });
-      changed_.notify_all();
-      return;
+      await_room(lock, size);
+      std::shared_ptr<char[]> copy(new char[size]);
+      std::memcpy(copy.get(), data, size);
+      auto* bytes = copy.get();
+      return enqueue({bytes, size, std::move(copy)});
     }
     changed_.wait(lock, [&] { return parcels_.empty() || ending_ || !broken_.empty(); });
     check();
@@ -93,20 +89,42 @@ void Bulk::send(const void* data, uint64_t size, bool later) {
   write(data, size);
 }
 
+void Bulk::send_later(const void* data, uint64_t size, std::shared_ptr<const void> owner) {
+  std::unique_lock lock(mutex_);
+  await_room(lock, size);
+  enqueue({data, size, std::move(owner)});
+}
+
+void Bulk::await_room(std::unique_lock<std::mutex>& lock, uint64_t size) {
+  check();
+  changed_.wait(lock, [&] { return !queued_ || queued_ + size <= kQueuedMost || ending_ || !broken_.empty(); });
+  check();
+}
+
+// With the lock.
+void Bulk::enqueue(Parcel parcel) {
+  queued_ += parcel.size;
+  parcels_.push_back(std::move(parcel));
+  if (!sender_.joinable()) sender_ = std::thread([this] { send_queued(); });
+  changed_.notify_all();
+}
+
 void Bulk::send_queued() {
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return !parcels_.empty() || ending_; });
     if (ending_) return;
-    auto& parcel = parcels_.front();
+    // Its place stays taken. Letting go of its owner may want Python's lock, so not with ours held.
+    auto parcel = std::move(parcels_.front());
     lock.unlock();
     std::string problem;
     try {
-      if (rings_) write(parcel.bytes.get(), parcel.size);
-      else ways_.send_kept(parcel.bytes, parcel.size);
+      if (rings_) write(parcel.bytes, parcel.size);
+      else ways_.send_kept(parcel.bytes, parcel.size, parcel.owner);
     } catch (const Disconnected& e) {
       problem = e.what();
     }
+    parcel.owner.reset();
     lock.lock();
     queued_ -= parcel.size;
     parcels_.pop_front();

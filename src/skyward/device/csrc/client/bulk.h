@@ -31,6 +31,8 @@ class Bulk {
 
   // When it returns the memory may change. `later` does not wait for the link, unless very much is queued.
   void send(const void* data, uint64_t size, bool later);
+  // The memory may change when its owner was let go of, and does not before.
+  void send_later(const void* data, uint64_t size, std::shared_ptr<const void> owner);
   // Ctrl-C ends it: what is to come is skipped then.
   void receive(void* into, uint64_t size);
   void skip(uint64_t size) { land({{}, size}); }
@@ -46,8 +48,9 @@ class Bulk {
 
  private:
   struct Parcel {
-    std::shared_ptr<char[]> bytes;
+    const void* bytes;
     uint64_t size;
+    std::shared_ptr<const void> owner;
   };
   // What a thread of ours receives: a tensor with its head, or bytes that nobody wants any more.
   struct Landing {
@@ -61,6 +64,8 @@ class Bulk {
   bool read_some(void* into, uint64_t total, Stripes::Progress& progress);
   std::unique_ptr<Complaint> read_tensor(const at::Tensor& into);
   void await_landings(std::unique_lock<std::mutex>& lock);
+  void await_room(std::unique_lock<std::mutex>& lock, uint64_t size);
+  void enqueue(Parcel parcel);
   void send_queued();
   void receive_queued();
   void check();

@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 
 #include <atomic>
+#include <bit>
 #include <stop_token>
 #include <thread>
 #include <vector>
@@ -20,7 +21,6 @@
 namespace sky {
 namespace {
 
-constexpr size_t kStage = 8 << 20;
 constexpr int64_t kPart = 2 << 20;
 constexpr int kMakersMost = 3;
 
@@ -154,10 +154,16 @@ void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool dro
       if (!drop && !held.poison) put(held, offset + done, from, n);
       copies_.from_ring(n);
     } else {
-      n = std::min<uint64_t>(kStage, bytes - done);
-      auto& stage = staging(turn);
-      bulk_.receive(stage.mutable_data_ptr(), n, done, bytes);
-      if (!drop && !held.poison) put(held, offset + done, static_cast<const char*>(stage.const_data_ptr()), n);
+      n = std::min(kStage, bytes - done);
+      auto* stage = static_cast<char*>(staging(turn, n).mutable_data_ptr());
+      // The GPU copies the first bytes while the others come.
+      uint64_t copied = 0;
+      auto copy = [&](uint64_t there) {
+        if (there - copied < (there == n ? 1 : kCopied)) return;
+        if (!drop && !held.poison) put(held, offset + done + copied, stage + copied, there - copied);
+        copied = there;
+      };
+      bulk_.receive(stage, n, done, bytes, copy);
       attempt("copying to the device", [&] { streams_.mark(staged_[turn]); });
     }
     done += n;
@@ -165,12 +171,12 @@ void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool dro
 }
 
 // Page-locked where the device can copy from it directly. Free to be written to.
-at::Tensor& Session::staging(int which) {
+at::Tensor& Session::staging(int which, uint64_t bytes) {
   auto& stage = staging_[which];
-  if (!stage.defined())
-    stage = at::empty({static_cast<int64_t>(kStage)},
-                      at::TensorOptions().dtype(at::kByte).pinned_memory(device_.is_cuda()));
   if (staged_[which]) staged_[which]->synchronize();
+  if (!stage.defined() || stage.nbytes() < bytes)
+    stage = at::empty({static_cast<int64_t>(std::max<uint64_t>(std::bit_ceil(bytes), kPart))},
+                      at::TensorOptions().dtype(at::kByte).pinned_memory(device_.is_cuda()));
   return stage;
 }
 
@@ -184,7 +190,7 @@ std::string Session::small(const at::Tensor& dense) {
   auto bytes = dense.nbytes();
   if (dense.is_cpu()) return {static_cast<const char*>(dense.const_data_ptr()), bytes};
   auto start = static_cast<uint64_t>(dense.storage_offset()) * dense.itemsize();
-  auto part = staging(0).narrow(0, 0, static_cast<int64_t>(bytes));
+  auto part = staging(0, bytes).narrow(0, 0, static_cast<int64_t>(bytes));
   if (bytes) part.copy_(byte_view(dense.storage(), start, bytes), /*non_blocking=*/device_.is_cuda());
   streams_.synchronize_current();
   return {static_cast<const char*>(part.const_data_ptr()), bytes};
@@ -243,17 +249,20 @@ void Session::send_tensor(const at::Tensor& dense) {
   // Through page-locked memory: a copy into fresh pages runs at the speed of their page faults. While a part is sent,
   // the GPU copies the next one.
   auto start = static_cast<uint64_t>(dense.storage_offset()) * dense.itemsize();
+  // The first parts are small, as nothing is sent while the GPU copies the first.
+  auto part_at = [&](uint64_t at) { return std::min({kStage, std::max(kCopied, at), bytes - at}); };
   auto begin = [&](uint64_t at, int which) {
-    auto n = std::min<uint64_t>(kStage, bytes - at);
-    auto part = staging(which).narrow(0, 0, static_cast<int64_t>(n));
+    auto n = part_at(at);
+    auto part = staging(which, n).narrow(0, 0, static_cast<int64_t>(n));
     part.copy_(byte_view(dense.storage(), start + at, n), /*non_blocking=*/device_.is_cuda());
     streams_.mark(staged_[which]);
   };
   int turn = 0;
   begin(0, turn);
-  for (uint64_t done = 0; done < bytes; done += kStage, turn ^= 1) {
-    if (done + kStage < bytes) begin(done + kStage, turn ^ 1);
-    send_bulk(staging(turn).const_data_ptr(), std::min<uint64_t>(kStage, bytes - done), done, bytes);
+  for (uint64_t done = 0, n; done < bytes; done += n, turn ^= 1) {
+    n = part_at(done);
+    if (done + n < bytes) begin(done + n, turn ^ 1);
+    send_bulk(staging(turn, n).const_data_ptr(), n, done, bytes);
   }
 }
 

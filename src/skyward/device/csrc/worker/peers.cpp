@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "copies.h"
 #include "layouts.h"
 
 namespace sky {
@@ -15,7 +16,6 @@ namespace {
 
 // How much is passed on before whoever waits for it is told: a relay sends it on from there.
 constexpr uint64_t kPassedOn = 1 << 20;
-constexpr uint64_t kHalf = 8 << 20;
 constexpr size_t kLongestText = 16 << 10;
 constexpr timespec kPatience{10, 0};
 // Shorter passages go with their heads, without a detour.
@@ -26,9 +26,6 @@ struct PassageHead {
   uint64_t number, bytes;
 };
 
-// How much of a long passage goes over one link before the next one's turn.
-constexpr uint64_t kPiece = 256 << 10;
-
 std::string short_of(const std::string& text) { return text.substr(0, kLongestText); }
 
 }  // namespace
@@ -38,7 +35,7 @@ Peer::Peer(uint64_t link, const std::vector<Way>& ways, bool shares_memory, cons
     : link_(link),
       socket_(shares_memory ? std::make_unique<OwnSocket>(ways.front().socket()) : nullptr),
       way_(socket_ ? Way(static_cast<uint64_t>(int{*socket_}), true) : ways.front()),
-      long_({ways.begin() + 1, ways.end()}, kPiece),
+      long_({ways.begin() + 1, ways.end()}),
       name_(std::move(name)) {
   if (socket_) {
     int socket = *socket_;
@@ -138,10 +135,17 @@ void Peer::write(const void* data, uint64_t size, uint64_t done, uint64_t total)
   else long_.send(data, size, done, total);
 }
 
-void Peer::read(void* into, uint64_t size, uint64_t done, uint64_t total) {
+// `reached` hears how many of them are there, now and then and at the end.
+template <typename F>
+void Peer::read(void* into, uint64_t size, uint64_t done, uint64_t total, F&& reached) {
+  if (!rings_ && total >= kLong) return long_.receive(into, size, done, total, reached);
   if (rings_) rings_->in.read(into, size);
-  else if (total < kLong) way_.receive(into, size);
-  else long_.receive(into, size, done, total);
+  else way_.receive(into, size);
+  reached(size);
+}
+
+void Peer::read(void* into, uint64_t size, uint64_t done, uint64_t total) {
+  read(into, size, done, total, [](uint64_t) {});
 }
 
 // As the session's own thread: neither gradients nor warnings are for these.
@@ -217,9 +221,8 @@ void Peer::give_from_host(Passage& passage) {
         failure = p.reason;
         known = passage.bytes;
       }
-    auto n = std::min(known - done, kPassedOn);
-    write(from + done, n, done, passage.bytes);
-    done += n;
+    write(from + done, known - done, done, passage.bytes);
+    done = known;
   }
   if (failure) throw Poisoned{failure};
 }
@@ -232,12 +235,16 @@ void Peer::take(Passage& passage) {
 
 void Peer::take_to_host(Passage& passage) {
   auto* into = static_cast<char*>(passage.memory.mutable_data()) + passage.offset;
-  for (uint64_t done = 0; done < passage.bytes;) {
-    auto n = std::min(passage.bytes - done, kPassedOn);
-    read(into + done, n, done, passage.bytes);
-    done += n;
-    if (done < passage.bytes) passage.advance(done);
-  }
+  uint64_t known = 0;
+  auto pass_on = [&](uint64_t done) {
+    if (done - known < kPassedOn || done == passage.bytes) return;
+    passage.advance(done);
+    known = done;
+  };
+  auto most = rings_ ? kPassedOn : passage.bytes;
+  for (uint64_t done = 0; done < passage.bytes; done += std::min(passage.bytes - done, most))
+    read(into + done, std::min(passage.bytes - done, most), done, passage.bytes,
+         [&](uint64_t there) { pass_on(done + there); });
 }
 
 void Peer::drop(uint64_t bytes) {
@@ -249,7 +256,7 @@ void Peer::drop(uint64_t bytes) {
 struct Peer::Staging {
   explicit Staging(Passage& passage) : device(passage.memory.device()) {
     for (auto& half : halves)
-      half = at::empty({static_cast<int64_t>(std::min(kHalf, passage.bytes))},
+      half = at::empty({static_cast<int64_t>(std::min(kStage, passage.bytes))},
                        at::TensorOptions().dtype(at::kByte).pinned_memory(device.is_cuda()));
     if (!device.is_cuda()) return;
     // A stream of its own: the session's goes on meanwhile.
@@ -269,7 +276,9 @@ struct Peer::Staging {
   Staging(const Staging&) = delete;
 
   char* bytes(int which) { return static_cast<char*>(halves[which].mutable_data_ptr()); }
-  at::Tensor part(int which, uint64_t n) { return halves[which].narrow(0, 0, static_cast<int64_t>(n)); }
+  at::Tensor part(int which, uint64_t at, uint64_t n) {
+    return halves[which].narrow(0, static_cast<int64_t>(at), static_cast<int64_t>(n));
+  }
   void mark(int which) {
     if (!real) return;
     if (!events[which]) events[which].emplace(device.type());
@@ -295,17 +304,21 @@ void Peer::give_from_device(Passage& passage) {
       throw Poisoned{failure};
     }
   Staging staging(passage);
+  // The first parts are small, as nothing is sent while the GPU copies the first.
+  auto part_at = [&](uint64_t at) { return std::min({kStage, std::max(kCopied, at), passage.bytes - at}); };
   auto begin = [&](uint64_t at, int which) {
-    auto n = std::min(kHalf, passage.bytes - at);
-    staging.part(which, n).copy_(byte_view(passage.memory, passage.offset + at, n), /*non_blocking=*/device_.is_cuda());
+    auto n = part_at(at);
+    staging.part(which, 0, n)
+        .copy_(byte_view(passage.memory, passage.offset + at, n), /*non_blocking=*/device_.is_cuda());
     staging.mark(which);
   };
   int turn = 0;
   begin(0, turn);
-  for (uint64_t done = 0; done < passage.bytes; done += kHalf, turn ^= 1) {
-    if (done + kHalf < passage.bytes) begin(done + kHalf, turn ^ 1);
+  for (uint64_t done = 0, n; done < passage.bytes; done += n, turn ^= 1) {
+    n = part_at(done);
+    if (done + n < passage.bytes) begin(done + n, turn ^ 1);
     staging.await(turn);
-    write(staging.bytes(turn), std::min(kHalf, passage.bytes - done), done, passage.bytes);
+    write(staging.bytes(turn), n, done, passage.bytes);
   }
 }
 
@@ -313,11 +326,16 @@ void Peer::take_to_device(Passage& passage) {
   Staging staging(passage);
   int turn = 0;
   for (uint64_t done = 0; done < passage.bytes; turn ^= 1) {
-    auto n = std::min(kHalf, passage.bytes - done);
+    auto n = std::min(kStage, passage.bytes - done);
     staging.await(turn);
-    read(staging.bytes(turn), n, done, passage.bytes);
-    byte_view(passage.memory, passage.offset + done, n)
-        .copy_(staging.part(turn, n), /*non_blocking=*/device_.is_cuda());
+    uint64_t copied = 0;
+    auto copy = [&](uint64_t there) {
+      if (there - copied < (there == n ? 1 : kCopied)) return;
+      byte_view(passage.memory, passage.offset + done + copied, there - copied)
+          .copy_(staging.part(turn, copied, there - copied), /*non_blocking=*/device_.is_cuda());
+      copied = there;
+    };
+    read(staging.bytes(turn), n, done, passage.bytes, copy);
     staging.mark(turn);
     done += n;
   }

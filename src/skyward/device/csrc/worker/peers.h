@@ -75,6 +75,8 @@ class Peer {
   void drop(uint64_t bytes);
   void write(const void* data, uint64_t size, uint64_t done, uint64_t total);
   void read(void* into, uint64_t size, uint64_t done, uint64_t total);
+  template <typename F>
+  void read(void* into, uint64_t size, uint64_t done, uint64_t total, F&& reached);
   const uint64_t link_;
   const std::unique_ptr<OwnSocket> socket_;  // on one host
   const Way way_;

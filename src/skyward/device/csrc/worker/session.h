@@ -185,7 +185,7 @@ class Session {
   void fetch(Reader& r);
   void send_bulk(const void* data, uint64_t size, uint64_t done, uint64_t total);
   void send_tensor(const at::Tensor& dense);
-  at::Tensor& staging(int which);
+  at::Tensor& staging(int which, uint64_t bytes);
   at::Tensor dense(Slot& held, const Layout& layout, int64_t offset);
   std::string small(const at::Tensor& dense);
 
