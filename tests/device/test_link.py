@@ -141,8 +141,23 @@ def test_large_copies_go_on_where_they_were_cut(
         assert proxy.cuts > cuts
         return copied
 
-    there = cutting(lambda: host.to(remote))
+    there = cutting(lambda: (host.pin_memory() if seed else host).to(remote, non_blocking=seed > 0))
     assert torch.equal(cutting(there.cpu), host)
+
+
+def test_pinned_memory_is_not_given_out_again_while_it_is_sent(
+    remote: torch.device, proxy: Proxy
+) -> None:
+    host = torch.arange(3 * MIB // 8)
+    pinned = host.pin_memory()
+    place = pinned.data_ptr()
+    with proxy.hold(after=MIB // 2) as holds:
+        there = pinned.to(remote, non_blocking=True)
+        holds.wait()
+        del pinned
+        others = [torch.zeros_like(host).pin_memory() for _ in range(2)]
+        assert place not in [other.data_ptr() for other in others]
+    assert torch.equal(there.cpu(), host)
 
 
 def test_ctrl_c_ends_a_download_halfway(remote: torch.device, proxy: Proxy) -> None:

@@ -87,7 +87,7 @@ void upload(const at::Tensor& to, const at::Tensor& host, bool later) {
   Session::unshare(to.unsafeGetTensorImpl());
   auto place = Session::place_of(to.unsafeGetTensorImpl());
   auto offset = static_cast<uint64_t>(place.offset) * to.itemsize();
-  place.session.upload(place.slot, offset, host.const_data_ptr(), host.nbytes(), later);
+  place.session.upload(place.slot, offset, host, later);
 }
 
 void copy_on_worker(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {

@@ -225,7 +225,7 @@ void copy_through_here(const at::Tensor& from, Session& source, Session& target,
     auto n = std::min(kPart, to.bytes - done);
     auto host = at::empty({static_cast<int64_t>(n)}, at::TensorOptions().dtype(c10::kByte));
     source.fetch(bytes_of(from, done, n), host.mutable_data_ptr(), n);
-    target.upload(to.slot, to.offset + done, host.const_data_ptr(), n, /*later=*/true);
+    target.upload(to.slot, to.offset + done, host, /*later=*/true);
     done += n;
   }
 }

@@ -156,7 +156,7 @@ class Session {
   }
 
   // Each takes the lock itself.
-  void upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size, bool later);
+  void upload(uint32_t slot, uint64_t offset, const at::Tensor& dense, bool later);
   void fetch(const at::Tensor& source, void* into, uint64_t size);
   void fetch_later(const at::Tensor& source, at::Tensor into);
   void synchronize(uint32_t stream);

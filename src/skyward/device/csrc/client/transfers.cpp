@@ -18,7 +18,9 @@ std::string fetch_record(const std::string& located, bool later) {
 
 }  // namespace
 
-void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t size, bool later) {
+void Session::upload(uint32_t slot, uint64_t offset, const at::Tensor& dense, bool later) {
+  const auto* data = dense.const_data_ptr();
+  auto size = dense.nbytes();
   std::lock_guard lock(mutex);
   Spent spent(recording_.get(), kUploading, size);
   begin();
@@ -42,9 +44,14 @@ void Session::upload(uint32_t slot, uint64_t offset, const void* data, uint64_t 
     return;
   }
   flush();
+  // As a GPU does, the links read pinned memory while the program goes on; it is not given out again before. What
+  // nobody else has cannot change either.
+  bool is_ours = dense.use_count() == 1 && dense.storage().use_count() == 1;
+  bool is_kept = later && !rings_ && (is_ours || is_pinned(data));
   try {
     OutsidePython outside;
-    bulk_.send(data, size, later);
+    if (is_kept) bulk_.send_later(data, size, std::make_shared<c10::Storage>(dense.storage()));
+    else bulk_.send(data, size, later);
   } catch (const Disconnected& e) {
     broken(e.what());
   }
