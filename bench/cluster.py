@@ -21,6 +21,8 @@ import skyward as sky
 from skyward.providers.kubernetes.access import Access, resolve
 
 HERE = Path(__file__).parent
+# Whoever looks here first for the official client would find kubernetes.py.
+sys.path.sort(key=lambda folder: Path(folder).absolute() == HERE.absolute())
 NAMESPACE = "bench"
 
 

@@ -278,8 +278,17 @@ def batches(size: Size) -> Sequence[Row]:
     ]
 
 
+def forwarded(size: Size) -> Sequence[Row]:
+    """A call to a pod, through the API server."""
+    from pods import forwarded_calls
+
+    return forwarded_calls(size.rounds, size.pings // 10)
+
+
 if __name__ == "__main__":
     if "--device" in sys.argv:
         at = sys.argv.index("--device")
         del sys.argv[at : at + 2]
-    run_suite("links", [latency, bulk, between_nodes, batches, loops], full=FULL, quick=QUICK)
+    run_suite(
+        "links", [latency, bulk, between_nodes, batches, loops, forwarded], full=FULL, quick=QUICK
+    )

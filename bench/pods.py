@@ -30,13 +30,14 @@ from testbed import NoTestbedError
 
 import skyward as sky
 from skyward.providers import Order
-from skyward.providers.kubernetes import streams
 from skyward.providers.kubernetes.jobs import is_running
 from skyward.testing import plain_request
 
 QUIET = sky.Options(console=False)
 MIB = 2**20
 KUBECTL = "`kubectl port-forward`"
+ASKED, ANSWERED = 104, 67
+"""Bytes of a no-op call and of its answer, as TLS makes them."""
 OURS = "a plain socket through our own port forwarding"
 OFFICIAL = "a plain socket through the official client's"
 OFFICIAL_PAYLOAD = 16 * MIB
@@ -202,6 +203,51 @@ def calls_and_bytes(size: Size) -> Sequence[Row]:
     return rows
 
 
+def forwarded_calls(rounds: int, calls: int) -> Sequence[Row]:
+    """A call through the API server, in turns with the same bytes through kubectl."""
+    what, against = "no-op call over a forwarded port", f"the same bytes, echoed, {KUBECTL}"
+    try:
+        with ExitStack() as stack:
+            found = stack.enter_context(cluster())
+            compute = opened(stack, found.provider(direct=False))
+            pod, port = serve_echo() >> compute
+            near = stack.enter_context(found.forwarding(pod, port))
+            end = stack.enter_context(socket.create_connection(("127.0.0.1", near)))
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def echo() -> None:
+                end.sendall(bytes(ASKED))
+                assert len(end.recv(ASKED)) == ANSWERED
+
+            taken = interleave(
+                {
+                    "call": lambda: p50(lambda: nothing() >> compute, calls),
+                    "echo": lambda: p50(echo, calls),
+                },
+                rounds=rounds,
+            )
+    except NoTestbedError as problem:
+        return [absent(what, against, str(problem))]
+    return [compared(what, taken["call"], against, taken["echo"], "<= 1.5x")]
+
+
+@sky.function
+def serve_echo() -> tuple[str, int]:
+    """Start a program in the pod that answers each message on one connection: its pod and port."""
+    text = f"""
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+end, _ = listener.accept()
+end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+while data := end.recv({ASKED}):
+    end.sendall(data[:{ANSWERED}])
+"""
+    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    return socket.gethostname(), int(process.stdout.readline())
+
+
 def opened(stack: ExitStack, provider: sky.Kubernetes) -> sky.Compute:
     return stack.enter_context(sky.Compute(provider, options=QUIET))
 
@@ -264,7 +310,7 @@ def through_ours(found: Cluster, compute: sky.Compute) -> Iterator[Link]:
     with tempfile.TemporaryDirectory() as empty:
         pod, _, port = floor_in(compute, "tcp", Path(empty), "127.0.0.1")
     access = found.access()
-    with contextlib.closing(access), Link(streams.forward(access, pod, port)) as link:
+    with contextlib.closing(access), Link(access.forward(pod, port)) as link:
         yield link
 
 

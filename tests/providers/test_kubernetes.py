@@ -110,16 +110,25 @@ def doubled(data: bytes) -> bytes:
 
 @only_in_all
 def test_device_training_over_port_forward(namespace: kube.Namespace, tmp_path: Path) -> None:
-    """Also when every connection to the API server is cut meanwhile."""
+    """Also when every connection to the API server is cut, and what forwards ports is killed."""
 
     def cut(step: int) -> None:
         if step == 10:
             proxy.cut()
+        if step == 15:
+            killed.extend(forwarders())
+            for each in killed:
+                each.kill()
+
+    def forwarders() -> list[psutil.Process]:
+        ours = psutil.Process().children()
+        return [each for each in ours if any("streams.serve" in word for word in each.cmdline())]
 
     def connected() -> set[str]:
         ends = [each.raddr for each in psutil.Process().net_connections("tcp") if each.raddr]
         return {end.ip for end in ends}
 
+    killed: list[psutil.Process] = []
     proxy = Proxy(f"tcp:{_server(namespace.kubeconfig)}")
     try:
         kubeconfig = kube.changed_kubeconfig(
@@ -139,6 +148,8 @@ def test_device_training_over_port_forward(namespace: kube.Namespace, tmp_path: 
             assert compute.nodes[0].address not in connected()
             assert proxy.cuts == 1
             assert provider.namespace == namespace.name
+            assert len(killed) == len(forwarders()) == 1
+        assert not forwarders()
     finally:
         proxy.close()
 

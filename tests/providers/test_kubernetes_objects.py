@@ -8,10 +8,15 @@ import copy
 import json
 import socket
 import struct
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -171,10 +176,11 @@ def test_a_proxy_is_not_used_for_those_it_is_not_for(
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
     monkeypatch.setenv("NO_PROXY", "10.0.0.0/8")
-    assert access.Access(access.resolve(None, None, None)).proxy == "http://proxy.example:3128"
+    reached = access.Access(access.resolve(None, None, None))
+    assert reached.stream_server().proxy == "http://proxy.example:3128"
 
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    assert access.Access(access.resolve(None, None, None)).proxy == ""
+    assert access.Access(access.resolve(None, None, None)).stream_server().proxy == ""
 
 
 # What a pod is to have.
@@ -532,3 +538,160 @@ def test_pings_of_the_other_end_are_answered_and_pieces_put_together() -> None:
         assert pair.user.recv(100) == b"hello"
         assert pair.user.recv(100) == b""
         assert pair.ends()
+
+
+class PortForward:
+    """An API server that forwards every port to a program that sends back what it gets."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.server = streams.Server(self.url, "", "", True, None, None, None, None)
+        self.refusal = ""
+        self.heads: list[str] = []
+        self.received = b""
+        self.ends: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        """End all connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for end in self.ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                end, _ = self._listener.accept()
+                self.ends.append(end)
+                self._threads.append(threading.Thread(target=self._answer, args=(end,)))
+                self._threads[-1].start()
+
+    def _answer(self, end: socket.socket) -> None:
+        with contextlib.suppress(OSError), end:
+            got = b""
+            while b"\r\n\r\n" not in got:
+                got += end.recv(4096)
+            head, _, got = got.partition(b"\r\n\r\n")
+            self.heads.append(head.decode())
+            if self.refusal:
+                body = json.dumps({"message": self.refusal}).encode()
+                length = f"Content-Length: {len(body)}"
+                end.sendall(f"HTTP/1.1 403 Forbidden\r\n{length}\r\n\r\n".encode() + body)
+                return
+            end.sendall(b"HTTP/1.1 101 Switching Protocols\r\n\r\n")
+            while data := end.recv(1 << 16):
+                got = self._echo(end, got + data)
+
+    def _echo(self, end: socket.socket, got: bytes) -> bytes:
+        while len(got) >= 8:
+            stream, size = struct.unpack_from(">II", got)
+            size &= 0xFFFFFF
+            if len(got) < 8 + size:
+                break
+            if stream == streams.DATA:
+                self.received += got[8 : 8 + size]
+                end.sendall(got[: 8 + size])
+            got = got[8 + size :]
+        return got
+
+
+@pytest.fixture
+def port_forward() -> Iterator[PortForward]:
+    made = PortForward()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def forwarder() -> Iterator[streams.Forwarder]:
+    made = streams.Forwarder()
+    yield made
+    made.close()
+
+
+def said_back(end: socket.socket, data: bytes) -> bytes:
+    """What comes back of bytes."""
+    sending = threading.Thread(target=end.sendall, args=(data,))
+    sending.start()
+    got = b""
+    while len(got) < len(data) and (more := end.recv(1 << 16)):
+        got += more
+    sending.join()
+    return got
+
+
+def test_what_forwards_ports_listens_nowhere_and_is_started_again_if_it_was_killed(
+    port_forward: PortForward, forwarder: streams.Forwarder
+) -> None:
+    with forwarder.connect(port_forward.server, [], "/pod", 80) as end:
+        much = bytes(range(256)) * (1 << 13)
+        assert said_back(end, b"hello") == b"hello"
+        assert said_back(end, much) == much
+        assert forwarder.pid is not None
+        process = psutil.Process(forwarder.pid)
+        assert not [each for each in process.net_connections("inet") if each.status == "LISTEN"]
+        process.kill()
+        assert end.recv(1) == b""
+
+    with forwarder.connect(port_forward.server, [], "/pod", 80) as end:
+        assert forwarder.pid != process.pid
+        assert said_back(end, b"again") == b"again"
+
+
+def test_what_was_sent_before_the_pool_ended_arrives_and_nothing_is_left(
+    port_forward: PortForward, forwarder: streams.Forwarder
+) -> None:
+    with forwarder.connect(port_forward.server, [], "/pod", 80) as end:
+        assert forwarder.pid is not None
+        process = psutil.Process(forwarder.pid)
+        end.sendall(b"last words")
+    forwarder.close()
+
+    assert not process.is_running()
+    port_forward.close()
+    assert port_forward.received == b"last words"
+    with pytest.raises(ConnectionError, match="was closed"):
+        forwarder.connect(port_forward.server, [], "/pod", 80)
+
+
+def test_a_client_that_is_killed_takes_what_forwards_its_ports_with_it(
+    port_forward: PortForward,
+) -> None:
+    text = (
+        "import json, sys, time; sys.path.append(sys.argv[1]); from streams import *; "
+        "made, server = Forwarder(), Server(*json.loads(sys.argv[2])); "
+        "end = made.connect(server, [], '/pod', 80); print(made.pid, flush=True); time.sleep(600)"
+    )
+    folder = Path(streams.__file__).parent
+    started = [sys.executable, "-S", "-c", text, folder, json.dumps(port_forward.server)]
+    with subprocess.Popen(started, stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        forwarder = psutil.Process(int(client.stdout.readline()))
+        client.kill()
+        forwarder.wait(60)
+
+
+def test_a_port_that_may_not_be_forwarded_is_told_with_the_servers_words(
+    kubeconfig: Path, port_forward: PortForward
+) -> None:
+    clusters = [{"name": "one", "cluster": {"server": port_forward.url}}]
+    kubeconfig.write_text(yaml.safe_dump(CONFIG | {"clusters": clusters}))
+    port_forward.refusal = 'pods "a" is forbidden'
+    with contextlib.closing(access.Access(access.resolve(None, None, None))) as reached:
+        with pytest.raises(sky.errors.UnreachableError) as caught:
+            reached.forward("a", 80)
+        assert str(caught.value) == 'pod a, port 80: pods "a" is forbidden'
+        assert all("Authorization: Bearer secret" in head for head in port_forward.heads)
+        port_forward.refusal = ""
+        with reached.forward("a", 80) as end:
+            assert said_back(end, b"hello") == b"hello"
+        port_forward.close()
+        with pytest.raises(sky.errors.UnreachableError, match=r"does not answer.*is it up"):
+            reached.forward("a", 80)

@@ -17,7 +17,7 @@ from skyward import checks
 from skyward.errors import ConfigurationError, PoolStartError, UnreachableError
 from skyward.providers import LOOPBACK, Capabilities, Machine, Order, Remains, Request
 from skyward.providers.allocation import SharedAllocation
-from skyward.providers.kubernetes import jobs, manifests, pending, streams
+from skyward.providers.kubernetes import jobs, manifests, pending
 from skyward.providers.kubernetes.access import (
     Access,
     ApiError,
@@ -271,7 +271,7 @@ class PodMachine(Piped, Machine):
     async def pipe(self, command: Sequence[str]) -> socket.socket:
         """Run a program in the pod's container, through the API server."""
         return await asyncio.to_thread(
-            streams.execute, self._access, self._name(), command, self._note_refusal
+            self._access.execute, self._name(), command, self._note_refusal
         )
 
     def _note_refusal(self, words: str) -> None:
@@ -304,12 +304,12 @@ class PodMachine(Piped, Machine):
     async def dial(self, endpoint: str) -> socket.socket:
         """Connect through a process in the pod that copies its streams to the socket."""
         command, text = relay_command(self.python, endpoint, "framed")
-        return await asyncio.to_thread(streams.relay, self._access, self._name(), command, text)
+        return await asyncio.to_thread(self._access.relay, self._name(), command, text)
 
     async def forward(self, endpoint: str) -> socket.socket:
-        """Connect to a port of the pod's loopback through the API server."""
+        """Connect to a port of the pod's loopback through the API server, past this interpreter."""
         _, port = host_and_port(endpoint)
-        return await asyncio.to_thread(streams.forward, self._access, self._name(), port)
+        return await asyncio.to_thread(self._access.forward, self._name(), port)
 
     # Its end.
 
@@ -525,7 +525,7 @@ class PodAllocation(SharedAllocation[PodMachine]):
         await super().close()
         if self._connection is not None:
             self._connection.stop_watching()
-            self._connection.close()
+            await asyncio.to_thread(self._connection.close)
 
     async def _until_ended(self, name: str) -> None:
         with contextlib.suppress(TimeoutError):

@@ -11,10 +11,11 @@ import contextlib
 import datetime
 import json
 import os
+import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -23,6 +24,8 @@ from urllib.parse import quote, urlencode
 
 from skyward.errors import ConfigurationError, PoolStartError, UnreachableError
 from skyward.providers import file_here
+from skyward.providers.kubernetes import streams
+from skyward.providers.kubernetes.manifests import CONTAINER
 
 IN_CLUSTER = "in-cluster"
 """The name of a pod's own credentials, in place of the path of a kubeconfig."""
@@ -204,7 +207,7 @@ class Access:
         self._client: Any = client.ApiClient(self._configuration)
         self._pools: Any = self._client.rest_client.pool_manager
         self._lock = threading.Lock()
-        self._context: ssl.SSLContext | None = None
+        self._forwarder = streams.Forwarder()
         self._watching: Any = None
         self._stopped = False
         self._ahead = 0.0
@@ -229,45 +232,6 @@ class Access:
         token = self.token
         return ([("Authorization", f"Bearer {token}")] if token else []) + self._on_behalf
 
-    @property
-    def proxy(self) -> str:
-        """The proxy to the API server, if there is one."""
-        from requests.utils import should_bypass_proxies
-
-        configuration = self._configuration
-        if not configuration.proxy or (
-            configuration.no_proxy
-            and should_bypass_proxies(self.server, no_proxy=configuration.no_proxy)
-        ):
-            return ""
-        return str(configuration.proxy)
-
-    @property
-    def tls_server_name(self) -> str:
-        """The name in the API server's certificate, if it is not that of its address."""
-        return str(self._configuration.tls_server_name or "")
-
-    @property
-    def context(self) -> ssl.SSLContext | None:
-        """The TLS context for connections of our own; None for plain HTTP."""
-        if not self.server.startswith("https"):
-            return None
-        with self._lock:
-            if self._context is None:
-                self._context = self._make_context()
-            return self._context
-
-    def _make_context(self) -> ssl.SSLContext:
-        configuration = self._configuration
-        authority = getattr(configuration, "ca_cert_data", None)
-        made = ssl.create_default_context(cafile=configuration.ssl_ca_cert, cadata=authority)
-        if not configuration.verify_ssl:
-            made.check_hostname = False
-            made.verify_mode = ssl.CERT_NONE
-        if configuration.cert_file:
-            made.load_cert_chain(configuration.cert_file, configuration.key_file)
-        return made
-
     def stop_watching(self) -> None:
         """End the watch that runs, if there is one; there will be no more."""
         self._stopped = True
@@ -283,6 +247,7 @@ class Access:
 
     def close(self) -> None:
         """Close the connections."""
+        self._forwarder.close()
         self._pools.clear()
 
     # Requests.
@@ -410,6 +375,67 @@ class Access:
                 f"the API server {self.server} does not answer: {_root(problem)}; is it up, and "
                 "are you in its network?"
             ) from problem
+
+    # Streams.
+
+    def execute(
+        self, pod: str, command: Sequence[str], refused: Callable[[str], None]
+    ) -> socket.socket:
+        """A blocking socket that is the input and output of a program in the pod.
+
+        The input stays open; `refused` gets the words with which the pod starts no program.
+        """
+        return streams.Executing(self._exec(pod, command), refused).start("skyward-exec")
+
+    def relay(self, pod: str, command: Sequence[str], text: bytes) -> socket.socket:
+        """A blocking socket that leads, through a framed relay in the pod, to a socket there."""
+        websocket = self._exec(pod, command)
+        websocket.queue(streams.STDIN, text)
+        return streams.Relaying(websocket).start("skyward-relay")
+
+    def _exec(self, pod: str, command: Sequence[str]) -> streams.WebSocket:
+        query = [("container", CONTAINER), ("stdin", "1"), ("stdout", "1"), ("stderr", "1")]
+        query += [("command", each) for each in command]
+        path = self.path("pods", pod, "exec", query=query)
+        with _unreachable(f"pod {pod}"):
+            return streams.open_websocket(self.stream_server(), self.identity(), path)
+
+    def forward(self, pod: str, port: int) -> socket.socket:
+        """A blocking socket to a port of the pod's loopback; both directions end together."""
+        path = self.path("pods", pod, "portforward")
+        with _unreachable(f"pod {pod}, port {port}"):
+            return self._forwarder.connect(self.stream_server(), self.identity(), path, port)
+
+    def stream_server(self) -> streams.Server:
+        """What streams have to know of the API server."""
+        from requests.utils import should_bypass_proxies
+
+        about = self._configuration
+        is_bypassed = about.no_proxy and should_bypass_proxies(self.server, no_proxy=about.no_proxy)
+        authority = getattr(about, "ca_cert_data", None)
+        return streams.Server(
+            url=self.server,
+            proxy="" if is_bypassed else str(about.proxy or ""),
+            name=str(about.tls_server_name or ""),
+            is_verified=bool(about.verify_ssl),
+            authority_file=about.ssl_ca_cert,
+            authority=(
+                ssl.DER_cert_to_PEM_cert(authority) if isinstance(authority, bytes) else authority
+            ),
+            certificate_file=about.cert_file,
+            key_file=about.key_file,
+        )
+
+
+@contextlib.contextmanager
+def _unreachable(what: str) -> Iterator[None]:
+    """Say what is out of reach, where a stream cannot be opened."""
+    try:
+        yield
+    except streams.HandshakeError as problem:
+        raise UnreachableError(f"{what}: {problem.words}") from problem
+    except OSError as problem:
+        raise UnreachableError(f"{problem}") from problem
 
 
 def _refuse(answer: Any, doing: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from skyward.errors import ConfigurationError, PoolError, PoolStartError, UnreachableError
 from skyward.providers import Remains, Request, signature
-from skyward.providers.kubernetes import manifests, streams
+from skyward.providers.kubernetes import manifests
 from skyward.providers.kubernetes.access import (
     Access,
     ApiError,
@@ -360,7 +360,7 @@ def _end(access: Access, pod: Object) -> bool:
     refused: list[str] = []
     command = ["sh", "-c", "kill 1"]
     try:
-        with streams.execute(access, pod["metadata"]["name"], command, refused.append) as end:
+        with access.execute(pod["metadata"]["name"], command, refused.append) as end:
             end.recv(1)
     except (UnreachableError, OSError):
         return False
