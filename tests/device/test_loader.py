@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 import random
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -385,22 +384,19 @@ def test_without_shared_memory_batches_come_all_the_same(device, monkeypatch) ->
 
 @given(st.lists(st.integers(1, 500), max_size=60), st.data())
 def test_places_of_a_ring_never_overlap(sizes: list[int], data: Any) -> None:
-    ring = loaders.Ring.__new__(loaders.Ring)
-    ring.size, ring._on_gpu = 1000, False
-    ring._busy, ring._at, ring.taken = deque([(1, 0)]), 1000, 0
-    ring._taken = torch.zeros(1, dtype=torch.int64)
+    ring = loaders.Ring(torch.zeros(loaders.ALIGNMENT + 1000, dtype=torch.uint8), 1)
     there: dict[int, tuple[int, int]] = {1: (0, 1000)}
     for number, size in enumerate(sizes, 2):
         while (start := ring.claim(number, size)) is None:
             oldest = min(there)
             del there[oldest]
-            ring._taken.fill_(oldest)
+            ring.release(oldest)
         assert 0 <= start <= 1000 - size
         assert all(end <= start or start + size <= first for first, end in there.values())
         there[number] = start, start + size
         if data.draw(st.booleans()):
             taken = data.draw(st.sampled_from(sorted(there)))
-            ring._taken.fill_(max(taken, int(ring._taken)))
+            ring.release(max(taken, int(ring._taken)))
             there = {each: place for each, place in there.items() if each > taken}
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import mmap
+import os
 import queue
 import random
 import sys
@@ -43,12 +45,17 @@ ROOM_MOST = 64 << 20
 """The room for batches has up to this many bytes, or that of four batches if they are larger."""
 BATCHES_MOST = 64
 """How many batches are ready at most, and how many are told of in one message."""
+SLAB_PART, SLAB_MOST = 256 << 20, 2 << 30
+"""How many bytes of batches a worker, and all of them, have ready at most without further cost."""
 STATES_MOST = 2048
 """More batches than can be on their way: of older ones, no state has to be kept."""
 ENDED_MOST = 4
 """Of how many epochs that have ended the states are kept, for clients that are behind."""
 DRAWN_AHEAD = 16
 """How many batches a sampler of the user's is asked for beyond those that workers prefetch."""
+GATHERED, GATHER_SECONDS = 8, 0.02
+"""A client that has so many batches is told of others so many at a time, or after so long: each
+message takes time of its interpreter."""
 POLL_SECONDS = 0.001
 """How often the node looks whether a place is free: batches are ready meanwhile."""
 LOOK_SECONDS = 0.2
@@ -652,7 +659,7 @@ class Data:
             # Workers that are there already cannot be set back.
             self._persistent = None
         if self._persistent is not None:
-            loader, former = self._persistent
+            loader, former, worker.slab = self._persistent
             former.source = order
             return loader
         options = {**self.options, "worker_init_fn": worker, "generator": torch.Generator()}
@@ -668,9 +675,14 @@ class Data:
                 options.update(batch_size=None, sampler=given)
             else:
                 options.update(batch_sampler=given)
+        if options["multiprocessing_context"] == "fork":
+            # One more than is fetched ahead: the parent copies a batch after it has asked anew.
+            ahead = (options["prefetch_factor"] or 2) + 1
+            with contextlib.suppress(OSError):
+                worker.slab = Slab(options["num_workers"], ahead)
         loader = DataLoader(self.dataset, **options)
         if options["persistent_workers"]:
-            self._persistent = loader, given
+            self._persistent = loader, given, worker.slab
         return loader
 
     def end_workers(self, iterator: Any) -> None:
@@ -718,6 +730,8 @@ class WorkerSide:
         self.resumes = entries is not None
         self._entries = entries or []
         self._turn = next((n for n, each in enumerate(self._entries) if each["next"]), 0)
+        self.slab: Slab | None = None
+        self._made = 0
 
     def __call__(self, number: int) -> None:
         """Begin as the worker of that number."""
@@ -728,6 +742,7 @@ class WorkerSide:
         worker, kinds = cast(Any, own), cast(Any, torch.utils.data)._DatasetKind
         self._dataset, self._fetcher = worker._worker_info.dataset, cast(Any, None)
         self._problem: Exception | None = None
+        self._place = number
         # After an epoch is resumed, the first batch is that of the worker whose turn it was.
         self._number = (number + self._turn) % max(1, self._count)
         entry = self._entries[self._number] if self._entries else {}
@@ -797,17 +812,23 @@ class WorkerSide:
 
         book = ResultBook([])
         encoded = encoding.encode(batch, what="a batch", keep=book)
+        spans = book.spans
         parts = [
             torch.empty(0, dtype=torch.uint8, device=ref.storage.device).set_(ref.storage)[a:b]
-            for ref, (a, b) in zip(book.kept, book.spans, strict=True)
+            for ref, (a, b) in zip(book.kept, spans, strict=True)
         ]
+        self._made += 1
+        at = None
+        if self.slab is not None and (layout := _layout(spans))[1]:
+            at = self.slab.put(self._place, self._made, layout[1], parts, layout[0])
         now, state = _random_state(), None
         changed, self._sent = (None if now == self._sent else now), now
         if is_iterable and hasattr(self._dataset, "load_state_dict"):
             state = self._dataset.state_dict()
         buffers = [bytes(each) for each in encoded.buffers]
         note = self._number, changed, state
-        return (True, b"".join(encoded.pieces), book.spans, parts, buffers, encoded.storages, note)
+        there = self._place, self._made, at, parts if at is None else []
+        return True, b"".join(encoded.pieces), spans, there, buffers, encoded.storages, note
 
 
 def _as_bytes(problem: Exception) -> bytes:
@@ -823,20 +844,17 @@ def _as_bytes(problem: Exception) -> bytes:
 
 
 class Ring:
-    """The room on the device, as memory of this process: places are used one after the other."""
+    """Memory that two processes share: places in it are used one after the other.
 
-    def __init__(self, description: bytes, number: int) -> None:
-        """`number` is that of the batch that the client has taken last.
+    The room on the device is one, and the part of a slab that a worker has.
+    """
 
-        Raises `CannotOpenError` if this process cannot open the memory.
-        """
+    def __init__(self, whole: torch.Tensor, number: int = 0) -> None:
+        """`number` is that of the batch that the other process has taken last."""
         import torch
 
-        if not description:
-            raise references.CannotOpenError("the device's memory cannot be shared")
-        whole = references.flat(description)
         self._taken, self._memory = whole[:8].view(torch.int64), whole[ALIGNMENT:]
-        self.size = self._memory.numel()
+        self.size = self.most = self._memory.numel()
         self._on_gpu = whole.is_cuda
         self._stream: Any = torch.Stream(whole.device) if self._on_gpu else None
         # The device may still have to copy batches of the epoch before.
@@ -844,7 +862,7 @@ class Ring:
         """The number and the first byte of each batch that is there."""
         self._at = self.size if number else 0
         self.taken = 0
-        """The number of a batch that the client has taken, by now or a while ago."""
+        """The number of a batch that was taken, by now or a while ago."""
 
     def _used(self) -> contextlib.AbstractContextManager[Any]:
         return self._stream if self._on_gpu else contextlib.nullcontext()
@@ -852,7 +870,8 @@ class Ring:
     def claim(self, number: int, size: int) -> int | None:
         """A place for a batch, by its first byte; None if there is none yet."""
         start = self._free(size)
-        if start is None:
+        # Now and then also if there is room: a read takes a GPU some microseconds.
+        if start is None or not number % 4:
             with self._used():
                 self.taken = int(self._taken.item())
             while self._busy and self._busy[0][0] <= self.taken:
@@ -873,18 +892,99 @@ class Ring:
             return 0 if oldest > size else None
         return self._at if oldest - self._at > size else None
 
-    def put(self, start: int, parts: list[torch.Tensor], places: list[int]) -> None:
-        """Copy a batch to its place; it is there when this returns."""
+    def put(
+        self, start: int, parts: list[torch.Tensor], places: list[int], *, pinned: bool = False
+    ) -> None:
+        """Copy a batch to its place; it is there when this returns.
+
+        `pinned` says that a GPU can read the parts as they are.
+        """
+        if self._on_gpu and not pinned:
+            parts = [part.pin_memory() if part.is_cpu else part for part in parts]
         with self._used():
-            held = []
             for part, place in zip(parts, places, strict=True):
                 target = self._memory[start + place : start + place + part.numel()]
-                if self._on_gpu and part.is_cpu:
-                    part = part.pin_memory()
-                    held.append(part)
                 target.copy_(part, non_blocking=True)
         if self._on_gpu:
             self._stream.synchronize()
+
+    @property
+    def on_gpu(self) -> torch.device | None:
+        """The GPU that the memory is on; None if it is the host's."""
+        return self._memory.device if self._on_gpu else None
+
+    def parts(self, start: int, places: list[int], spans: list[Span]) -> list[torch.Tensor]:
+        """The storages of a batch, where they are."""
+        return [
+            self._memory[start + place : start + place + last - first]
+            for place, (first, last) in zip(places, spans, strict=True)
+        ]
+
+    def release(self, number: int) -> None:
+        """Let the other process use the place of a batch again."""
+        self._taken.fill_(number)
+
+
+class Slab:
+    """Memory that the workers of a DataLoader share with their parent, a part for each.
+
+    Every batch would else come in memory of its own, whose pages the parent has to map: for 3 MB,
+    that takes longer than a step. A page takes no memory before it is used.
+    """
+
+    def __init__(self, workers: int, ahead: int) -> None:
+        """`ahead` is how many batches of one worker are on their way at most."""
+        import torch
+
+        self._owner, self._pinned = os.getpid(), [0] * workers
+        """How much of each part a GPU reads by itself; -1 if it cannot."""
+        stride = rounded_up(min(SLAB_PART, SLAB_MOST // workers), mmap.PAGESIZE)
+        whole = torch.frombuffer(mmap.mmap(-1, workers * stride), dtype=torch.uint8)
+        self.rings = [Ring(whole[at : at + stride]) for at in range(0, len(whole), stride)]
+        for ring in self.rings:
+            ring.size = 0
+        self.ahead = ahead
+        self._device: torch.device | None = None
+
+    def put(
+        self, worker: int, number: int, size: int, parts: list[torch.Tensor], places: list[int]
+    ) -> int | None:
+        """Copy a batch of a worker to its part; where it is there, or None if there is no room."""
+        ring = self.rings[worker]
+        ring.size = min(ring.most, max(ring.size, (self.ahead + 1) * size))
+        start = ring.claim(number, size) if 2 * size <= ring.size else None
+        if start is not None:
+            ring.put(start, parts, places)
+        return start
+
+    def pin(self, worker: int, end: int, device: torch.device) -> bool:
+        """Have a GPU read a worker's part by itself, up to there; whether it can."""
+        import torch
+
+        if self._pinned[worker] >= end:
+            return True
+        if self._pinned[worker] < 0:
+            return False
+        ring, driver = self.rings[worker], cast(Any, torch.cuda.cudart)()
+        pointer, self._device = ring._memory.data_ptr() - ALIGNMENT, device
+        size = min(rounded_up(ALIGNMENT + 2 * end, mmap.PAGESIZE), ALIGNMENT + ring.most)
+        with torch.cuda.device(device):
+            if self._pinned[worker]:
+                driver.cudaHostUnregister(pointer)
+            is_pinned = not int(driver.cudaHostRegister(pointer, size, 0))
+        self._pinned[worker] = size - ALIGNMENT if is_pinned else -1
+        return is_pinned
+
+    def __del__(self) -> None:
+        # A worker has a copy of this object, and nothing to do with the GPU.
+        if os.getpid() == self._owner and any(size > 0 for size in self._pinned):
+            import torch
+
+            with torch.cuda.device(self._device):
+                for ring, size in zip(self.rings, self._pinned, strict=True):
+                    if size > 0:
+                        pointer = ring._memory.data_ptr() - ALIGNMENT
+                        cast(Any, torch.cuda.cudart)().cudaHostUnregister(pointer)
 
 
 class Feed:
@@ -898,7 +998,8 @@ class Feed:
         self._changed = threading.Condition()
         self._stopped = False
         self._rings: queue.SimpleQueue[Ring | None] = queue.SimpleQueue()
-        self._number = start["number"]
+        self._number = self._taken = start["number"]
+        """Of the batch that was made last, and of one that the client has taken."""
         self._kinds: dict[Any, int] = {}
         workers = max(1, data.options["num_workers"])
         fresh = {"batches": 0, "random": None, "dataset": None, "next": False}
@@ -917,6 +1018,7 @@ class Feed:
                 while not self._ready:
                     # An interrupt is raised when this looks.
                     self._changed.wait(LOOK_SECONDS)
+                self._changed.wait_for(self._is_enough, GATHER_SECONDS)
                 count = min(BATCHES_MOST, len(self._ready))
                 ready = [self._ready.popleft() for _ in range(count)]
                 self._changed.notify_all()
@@ -933,6 +1035,13 @@ class Feed:
             if ready[-1][0] == "end":
                 return
 
+    def _is_enough(self) -> bool:
+        """Whether to tell the client what is ready: not if it has some, and more is on its way."""
+        ready, taken = len(self._ready), self._taken
+        # What the client has not taken, less what it was not told of.
+        told = self._number - taken - ready
+        return ready >= GATHERED or told < GATHERED or self._ready[-1][0] != "at"
+
     def stop(self) -> None:
         """Make no more batches."""
         with self._changed:
@@ -943,10 +1052,11 @@ class Feed:
 
     def widen(self, description: bytes, number: int) -> None:
         """Use other room from now on."""
-        try:
-            self._rings.put(Ring(description, number))
-        except references.CannotOpenError:
-            self._rings.put(None)
+        ring = None
+        if description:
+            with contextlib.suppress(references.CannotOpenError):
+                ring = Ring(references.flat(description), number)
+        self._rings.put(ring)
 
     def states(self, batches: int) -> list[Any]:
         """What each worker had left behind after so many batches."""
@@ -960,9 +1070,10 @@ class Feed:
         data, self._data = self._data, None
         assert data is not None
         try:
-            iterator = iter(data.loader(self._order(), WorkerSide(self._start, data.options)))
+            worker = WorkerSide(self._start, data.options)
+            iterator = iter(data.loader(self._order(), worker))
             try:
-                self._make(iterator, alone=not data.options["num_workers"])
+                self._make(iterator, worker.slab, alone=not data.options["num_workers"])
             finally:
                 data.end_workers(iterator)
         except BaseException as problem:
@@ -977,7 +1088,7 @@ class Feed:
             return itertools.islice(iter(order), self._start["batches"], None)
         return None
 
-    def _make(self, iterator: Iterator[Any], *, alone: bool) -> None:
+    def _make(self, iterator: Iterator[Any], slab: Slab | None, *, alone: bool) -> None:
         """`alone` says that there are no workers for the user."""
         start = self._start
         if start["room"] is not None:
@@ -989,8 +1100,10 @@ class Feed:
         for made in iterator:
             if not made[0]:
                 raise encoding.decode(made[1]).rebuild()
-            _, pickle, spans, parts, buffers, storages, note = made
+            _, pickle, spans, (worker, its_number, its_place, parts), buffers, storages, note = made
             places, size = _layout(spans)
+            if its_place is not None and slab is not None:
+                parts = slab.rings[worker].parts(its_place, places, spans)
             if size and not whole and (ring is None or 2 * size > ring.size):
                 self._tell("need", size)
                 ring = self._next_ring()
@@ -1001,6 +1114,8 @@ class Feed:
             if whole:
                 batch = _on_host(pickle, spans, parts, buffers, storages)
                 self._tell("whole", batch)
+                if slab is not None:
+                    slab.rings[worker].release(its_number)
                 continue
             self._number += 1
             at: int | None = 0
@@ -1008,9 +1123,15 @@ class Feed:
                 at = self._claimed(ring, size)
                 if at is None:
                     return
-                ring.put(at, parts, places)
+                self._taken = max(self._taken, ring.taken)
+                gpu, pinned = ring.on_gpu, False
+                if gpu is not None and slab is not None and its_place is not None:
+                    pinned = slab.pin(worker, its_place + size, gpu)
+                ring.put(at, parts, places, pinned=pinned)
             known, new = self._kind(pickle, spans)
             self._tell("at", known, new, self._number, at, buffers, storages)
+            if slab is not None:
+                slab.rings[worker].release(its_number)
         self._tell("end", self.states(sys.maxsize)[0]["random"] if alone else None)
 
     def _next_ring(self) -> Ring | None:
