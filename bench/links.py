@@ -23,6 +23,7 @@ import torch
 from elsewhere import Elsewhere
 from measure import Sample, interleave, say, timed
 from report import Row, absolute, compared, run_suite
+from ssh import ssh_calls
 from throttle import apart
 from training import QUIET, mlp, stepper
 
@@ -285,10 +286,14 @@ def forwarded(size: Size) -> Sequence[Row]:
     return forwarded_calls(size.rounds, size.pings // 10)
 
 
+def calls_over_ssh(size: Size) -> Sequence[Row]:
+    """A no-op call beside a byte through `ssh`."""
+    return ssh_calls(size.rounds, size.pings)
+
+
 if __name__ == "__main__":
     if "--device" in sys.argv:
         at = sys.argv.index("--device")
         del sys.argv[at : at + 2]
-    run_suite(
-        "links", [latency, bulk, between_nodes, batches, loops, forwarded], full=FULL, quick=QUICK
-    )
+    measurements = [latency, bulk, between_nodes, batches, loops, forwarded, calls_over_ssh]
+    run_suite("links", measurements, full=FULL, quick=QUICK)
