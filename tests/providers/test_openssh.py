@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -192,6 +193,41 @@ def test_a_host_that_forbids_forwarding_is_told_what_to_set(sshd: Sshd, tmp_path
     settings = ("AllowStreamLocalForwarding no", "AllowTcpForwarding no")
     with another(sshd, tmp_path, *settings) as port:
         asyncio.run(scenario(port))
+
+
+def test_a_jump_host_that_drops_a_login_is_asked_again(
+    sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes behind it start together, and its sshd takes only so many logins at once."""
+    known, was_dropped, dropped = tmp_path / "known_hosts", openssh._was_dropped, []
+
+    async def scenario(port: int) -> None:
+        keys = (sshd.folder / "host1.pub").read_text()
+        known.write_text(f"{Path(sshd.known_hosts).read_text()}[127.0.0.1]:{port} {keys}")
+        greeted = False
+        while not greeted:
+            # Whoever asked whether it listens may have the only place for a moment.
+            other = socket.create_connection(("127.0.0.1", port))
+            with contextlib.suppress(ConnectionError):
+                greeted = other.recv(4) == b"SSH-"
+            if not greeted:
+                other.close()
+        with other:
+
+            def make_room(said: Iterable[str]) -> bool:
+                dropped.append(was_dropped(said))
+                other.close()
+                return dropped[-1]
+
+            monkeypatch.setattr(openssh, "_was_dropped", make_room)
+            jump = f"{sshd.user}@127.0.0.1:{port}"
+            provider = sshd.provider("127.0.0.2", jump=jump, known_hosts=str(known))
+            async with made(provider) as machine:
+                assert await said(machine, "echo", "here") == "here"
+
+    with another(sshd, tmp_path, "MaxStartups 1:100:1") as port:
+        asyncio.run(scenario(port))
+    assert dropped[0]
 
 
 def test_the_answer_of_a_command_has_its_status_and_both_streams(sshd: Sshd) -> None:

@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import math
 import os
+import random
 import re
 import shlex
 import shutil
@@ -23,7 +24,7 @@ import struct
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -51,6 +52,8 @@ _USUAL_CONFIG = "~/.ssh/config"
 _SYSTEM_CONFIG = "/etc/ssh/ssh_config"
 _MOST_ENVIRONMENT = 64 << 10
 """A master takes requests of 256 KiB."""
+_PAUSES = (0.3, 0.6, 1.2, 2.4, 4.8)
+"""How long to wait before the next attempt to log in through a jump host that drops logins."""
 _LONGEST_FOLDER = 70
 """A socket's path may have 104 bytes on some systems, and a master adds 17 of them for a while."""
 
@@ -302,6 +305,12 @@ def _explained(destination: Destination, said: list[str]) -> SkywardError:
     return login.unreachable("; ".join(plain[-3:]) or "`ssh` ended and said nothing")
 
 
+def _was_dropped(said: Iterable[str]) -> bool:
+    """Whether a jump host has closed the connection instead of greeting, and we ours for that."""
+    closed = re.compile(r"kex_exchange_identification: .*(closed|reset)")
+    return sum(closed.match(line) is not None for line in said) > 1
+
+
 def _place(entry: str) -> tuple[str, int]:
     """The host and the port of an entry of known hosts: "name", or "[name]:port"."""
     if match := re.fullmatch(r"\[(.*)\]:(\d+)", entry):
@@ -515,7 +524,23 @@ class Master:
 
     @classmethod
     async def started(cls, destination: Destination) -> Master:
-        """Log in; what `ssh` says of a failure becomes an error of ours."""
+        """Log in; what `ssh` says of a failure becomes an error of ours.
+
+        A jump host may drop logins that come together, and all nodes behind it start together.
+        """
+        for pause in _PAUSES:
+            master = await cls._begun(destination)
+            if master is not None:
+                return master
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+        raise (await asyncio.to_thread(resolved, destination)).unreachable(
+            "the jump host closes the connection before the login",
+            "it may have too many logins at once: see MaxStartups in its sshd_config",
+        )
+
+    @classmethod
+    async def _begun(cls, destination: Destination) -> Master | None:
+        """One attempt to log in; None if a jump host has dropped it."""
         _check_key(destination)
         base = tempfile.gettempdir()
         folder = tempfile.mkdtemp(
@@ -547,6 +572,9 @@ class Master:
         master = cls(destination, folder, process)
         try:
             if not await master._listening:
+                if _was_dropped(master._said):
+                    await master.finish()
+                    return None
                 raise await asyncio.to_thread(_explained, destination, list(master._said))
             master._control = await master._connected(master._lose)
         except BaseException as problem:
