@@ -1,5 +1,7 @@
 #include "bulk.h"
 
+#include <sys/mman.h>
+
 #include <chrono>
 #include <vector>
 
@@ -11,6 +13,16 @@ namespace {
 
 // Snapshots that wait for the link; beyond, the caller waits too.
 constexpr uint64_t kQueuedMost = 256 << 20;
+
+// New memory costs more than the bytes that come into it, unless the kernel makes it of large pages.
+void want_large_pages([[maybe_unused]] void* at, [[maybe_unused]] uint64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr uint64_t page = 2 << 20;
+  auto begin = (reinterpret_cast<uintptr_t>(at) + page - 1) / page * page;
+  auto end = (reinterpret_cast<uintptr_t>(at) + bytes) / page * page;
+  if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
 
 }  // namespace
 
@@ -136,6 +148,7 @@ void Bulk::send_queued() {
 
 void Bulk::receive(void* into, uint64_t size) {
   Stripes::Progress progress;
+  if (size >= Stripes::kLong) want_large_pages(into, size);
   try {
     {
       std::unique_lock lock(mutex_);

@@ -249,8 +249,8 @@ void Session::send_tensor(const at::Tensor& dense) {
   // Through page-locked memory: a copy into fresh pages runs at the speed of their page faults. While a part is sent,
   // the GPU copies the next one.
   auto start = static_cast<uint64_t>(dense.storage_offset()) * dense.itemsize();
-  // The first parts are small, as nothing is sent while the GPU copies the first.
-  auto part_at = [&](uint64_t at) { return std::min({kStage, std::max(kCopied, at), bytes - at}); };
+  // The first part is small, as nothing is sent while the GPU copies it.
+  auto part_at = [&](uint64_t at) { return std::min(at ? kStage : 2 * kCopied, bytes - at); };
   auto begin = [&](uint64_t at, int which) {
     auto n = part_at(at);
     auto part = staging(which, n).narrow(0, 0, static_cast<int64_t>(n));

@@ -14,7 +14,7 @@ namespace sky {
 
 // The bytes of a GPU that go over a network pass through page-locked memory, in two parts of at most so many; and how
 // many the GPU copies at a time.
-constexpr uint64_t kStage = 16 << 20, kCopied = 2 << 20;
+constexpr uint64_t kStage = 32 << 20, kCopied = 2 << 20;
 
 // A CPU has copied when it returns; a GPU is asked by an event whether it has. A GPU that has failed copies nothing any
 // more: then all of them count as done, and the operations say what is wrong.

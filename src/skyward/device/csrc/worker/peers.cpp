@@ -304,8 +304,8 @@ void Peer::give_from_device(Passage& passage) {
       throw Poisoned{failure};
     }
   Staging staging(passage);
-  // The first parts are small, as nothing is sent while the GPU copies the first.
-  auto part_at = [&](uint64_t at) { return std::min({kStage, std::max(kCopied, at), passage.bytes - at}); };
+  // The first part is small, as nothing is sent while the GPU copies it.
+  auto part_at = [&](uint64_t at) { return std::min(at ? kStage : 2 * kCopied, passage.bytes - at); };
   auto begin = [&](uint64_t at, int which) {
     auto n = part_at(at);
     staging.part(which, 0, n)
