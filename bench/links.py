@@ -21,6 +21,7 @@ import parity
 import psutil
 import torch
 from elsewhere import Elsewhere
+from loading import loading
 from measure import Sample, interleave, say, timed
 from report import Row, absolute, compared, run_suite
 from ssh import ssh_calls
@@ -301,5 +302,14 @@ if __name__ == "__main__":
     if "--device" in sys.argv:
         at = sys.argv.index("--device")
         del sys.argv[at : at + 2]
-    measurements = [latency, bulk, between_nodes, batches, loops, forwarded, calls_over_ssh]
+    measurements = [
+        latency,
+        bulk,
+        between_nodes,
+        batches,
+        loops,
+        loading,
+        forwarded,
+        calls_over_ssh,
+    ]
     run_suite("links", measurements, full=FULL, quick=QUICK)

@@ -245,6 +245,54 @@ def test_hugging_face_data_sets(device, tmp_path) -> None:
     both(device, shards, batch_size=4, num_workers=2)
 
 
+@only_in_all
+def test_a_trainer_takes_its_batches_from_a_loader(device, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    accelerate = pytest.importorskip("accelerate")
+    rows = [{"x": torch.full((4,), float(i)), "labels": torch.tensor(i % 2)} for i in range(24)]
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": torch.nn.functional.cross_entropy(self.layer(x), labels)}
+
+    class NodeTrainer(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return sky.loader(
+                self.train_dataset,
+                device=self.args.device,
+                batch_size=self.args.train_batch_size,
+                collate_fn=self.data_collator,
+                shuffle=True,
+            )
+
+    def train(**more: Any) -> list[float]:
+        transformers.set_seed(0)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=4,
+            num_train_epochs=2,
+            save_steps=4,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = NodeTrainer(Net(), arguments, train_dataset=rows)
+        trainer.train(**more)
+        return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+    with torch.sky.device(device):
+        losses = train()
+        assert len(losses) == 12
+        # It skips the batches of the epoch that it has had.
+        assert train(resume_from_checkpoint=str(tmp_path / "checkpoint-4")) == losses
+        loader = sky.loader(rows, device=device)
+        assert accelerate.Accelerator().prepare(loader) is loader
+
+
 # Where the data set comes from.
 
 
