@@ -168,11 +168,18 @@ def linux_core(part: str, machine: str, headers: Headers, cores: Path, work: Pat
             stubs.mkdir(exist_ok=True)
             empty = ("-nostdlib", "-x", "c++", "/dev/null", f"-Wl,-soname,{stub.name}")
             run(command, "-shared", *empty, "-o", str(stub))
+    # Objects that were made with other names are other objects.
+    names = toolchain.digest([OLDER_GLIBC], ())
     compiler = Compiler(
         (command,),
         headers.home / "include",
-        f"{headers.minor} {OLDER_GLIBC.read_text()}",
-        options=(f"-D_GLIBCXX_USE_CXX11_ABI={ABI}", "-include", str(OLDER_GLIBC)),
+        headers.minor,
+        options=(
+            f"-D_GLIBCXX_USE_CXX11_ABI={ABI}",
+            "-include",
+            str(OLDER_GLIBC),
+            f"-DSKY_OLDER_GLIBC={names}",
+        ),
         link=(
             f"-L{stubs}",
             "-Wl,--no-as-needed",

@@ -235,18 +235,6 @@ def test_an_error_names_the_line_and_leaves_the_other_objects(workshop: Workshop
     assert len(workshop.compiled()) == 2
 
 
-def test_the_core_of_links_is_linked_also_where_the_static_c_plus_plus_library_is_missing(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "link").mkdir()
-    (tmp_path / "link" / "a.cpp").write_text('extern "C" int a() { return 7; }')
-    monkeypatch.setattr(toolchain, "LINK_SOURCES", tmp_path / "link")
-    compiler = tmp_path / "compiler"
-    refuse = 'case "$*" in *-static-libstdc++*) echo "ld: error: no -lstdc++" >&2; exit 1;; esac\n'
-    compiler.write_text(compiler.read_text().replace("exec ", refuse + "exec "))
-    assert ctypes.CDLL(str(build.library(build.LINK))).a() == 7
-
-
 def test_the_cache_keeps_what_was_used_last(workshop: Workshop) -> None:
     client, worker = build.libraries()
     crumbs = workshop.cache / "objects" / "sky-unit-of-a-killed-compiler"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,6 +15,7 @@ import pytest
 
 from skyward.bootstrap import wheel as bootstrap_wheel
 from skyward.device import build, torch_build
+from skyward.wire import native
 
 from ..conftest import has_compiler, only_in_all
 
@@ -110,6 +112,23 @@ def test_a_wheel_for_every_linux_needs_no_compiler(tmp_path: Path) -> None:
     done = run_without_compiler(made[0], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:2] == ["54.0", "54.0"]
+
+
+@only_in_all
+@pytest.mark.skipif(
+    shutil.which(f"{platform.machine()}-linux-gnu-g++") is None, reason="there is no such compiler"
+)
+def test_the_core_of_links_is_for_every_linux(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiles it as `make wheels` does, which refuses symbols of a newer glibc: 10 s."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = runpy.run_path(str(ROOT / "tools" / "wheels.py"))
+    headers = tool["Headers"](MINOR, Path(torch.__file__).parent)
+    machine = platform.machine()
+    core = tool["linux_core"](build.LINK, machine, headers, tmp_path / "cores", tmp_path)
+    assert tool["manylinux"]([core], machine).startswith("manylinux_2_")
+    assert native.LinkCore(core).openssl_name
 
 
 def test_the_core_of_a_wheel_is_taken_only_where_it_fits(

@@ -43,7 +43,6 @@ take 37 s. Two units for each take 26 s of processor time more: 51 s on two proc
 instead of 38 s on sixteen. A precompiled header would save 9 s, but writes 320 MB, and a second
 processor has nothing to do meanwhile.
 """
-STATIC = ("-static-libstdc++", "-static-libgcc")
 LINK_LIBRARIES = ("-ldl", "-pthread")
 TICK_SECONDS = 1.0
 """How often somebody who waits for a compiler hears of it."""
@@ -194,15 +193,7 @@ def make(
         with tempfile.TemporaryDirectory(prefix=f"sky-{part}-", dir=objects) as folder:
             linked = Path(folder, target.name)
             its_objects = [str(path) for unit, path in made.items() if unit.part == part]
-            command = (*linker, "-shared", *its_objects, "-o", str(linked), *libraries)
-            # The core of links brings its own C++ library: a machine without torch may have none.
-            try:
-                run(*command, *(STATIC if part == LINK else ()))
-            except CompilerError:
-                if part != LINK:
-                    raise
-                # Some systems have that library for compilers in a package of its own.
-                run(*command)
+            run(*linker, "-shared", *its_objects, "-o", str(linked), *libraries)
             os.replace(linked, target)
 
 
