@@ -266,12 +266,21 @@ def test_a_peer_that_sends_more_than_it_may_is_not_kept_in_memory(
     ends = opened(client=None)
     link = ends.client.channel.link
     assert link is not None
-    with contextlib.suppress(OSError):
-        for _ in range(80):
-            link.first.sender.sendall(RECORD.pack(MIB) + bytes(MIB))
+    sender = link.first.sender
+
+    def flood() -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(80):
+                sender.sendall(RECORD.pack(MIB) + bytes(MIB))
+
+    thread = threading.Thread(target=flood)
+    thread.start()
     worker = ends.worker.channel.native_link
     eventually(lambda: worker.ended)
     assert "bytes that nobody has asked for" in worker.why
+    # The network between them has closed neither end, so the flood may stand still.
+    ends.network.cut()
+    thread.join()
 
 
 @only_in_all
