@@ -19,6 +19,10 @@ constexpr auto kSleepAfter = std::chrono::milliseconds(5);
 // The moment grows as long as operations keep coming, from the end of each wait on.
 constexpr size_t kFarFlushAt = 64 << 10;
 constexpr auto kFarFlushAfter = std::chrono::microseconds(8000);
+// A worker that has answered so soon would have nothing to do meanwhile, and the next wait would be as much longer:
+// there the moment ends, too, when so many bytes are there that those around them do not matter.
+constexpr auto kNear = std::chrono::microseconds(1000), kNearLook = std::chrono::microseconds(250);
+constexpr size_t kNearFlushAt = 2048;
 // How far the worker may be behind. Coded records are so short that the link would take hours of them.
 constexpr uint64_t kMarkEvery = 512 << 10;
 constexpr uint32_t kMarksMost = 16;
@@ -84,9 +88,13 @@ void Session::begin() {
   stream_ = wanted;
 }
 
-void Session::put(const void* data, size_t size) {
+void Session::append(const void* data, size_t size) {
   out_.append(static_cast<const char*>(data), size);
   stats.bytes += size;
+}
+
+void Session::put(const void* data, size_t size) {
+  append(data, size);
   if (out_.size() >= (encoder_ ? kFarFlushAt : kFlushAt)) {
     flush();
     return;
@@ -104,52 +112,63 @@ void Session::flush() {
   dirty_.store(false, std::memory_order_relaxed);
   if (out_.empty()) return;
   Spent spent(recording_.get(), kFlushing, out_.size());
-  if (encoder_) {
-    coded_.clear();
-    encoder_->encode(out_, coded_);
-    std::swap(out_, coded_);
+  std::unique_lock sending(sending_mutex_, std::try_to_lock);
+  if (!sending) {
+    OutsidePython outside;
+    sending.lock();
   }
-  stats.coded += out_.size();
   try {
-    auto sent = ops_.send_some(out_.data(), out_.size());
-    if (sent < out_.size()) {
-      OutsidePython outside;
-      ops_.send(out_.data() + sent, out_.size() - sent);
-    }
+    transmit(out_);
   } catch (const Disconnected& e) {
     broken(e.what());
   }
-  out_.clear();
+}
+
+// With the sending lock.
+void Session::transmit(std::string& records) {
+  if (encoder_) {
+    coded_.clear();
+    encoder_->encode(records, coded_);
+    std::swap(records, coded_);
+  }
+  stats.coded += records.size();
+  auto sent = ops_.send_some(records.data(), records.size());
+  if (sent < records.size()) {
+    OutsidePython outside;
+    ops_.send(records.data() + sent, records.size() - sent);
+  }
+  records.clear();
 }
 
 // What comes now is not to wait for the moment that the flusher is in.
 void Session::hurry() {
   if (!encoder_) return;
-  std::lock_guard lock(wake_mutex_);
   hurried_ = true;
+  if (!dozes_) return;
+  std::lock_guard lock(wake_mutex_);
   wake_.notify_one();
 }
 
 void Session::flush_later() {
-  auto quiet_since = std::chrono::steady_clock::now();
+  auto quiet_since = std::chrono::steady_clock::now(), flushed_at = quiet_since;
   std::chrono::microseconds moment = kFlushAfter;
   while (!ending_) {
     if (encoder_) {
+      auto look = is_near_ ? std::min<std::chrono::microseconds>(moment, kNearLook) : moment;
       std::unique_lock lock(wake_mutex_);
-      wake_.wait_for(lock, moment, [this] { return hurried_ || ending_; });
+      dozes_ = look > kFlushAfter;
+      wake_.wait_for(lock, look, [this] { return (dozes_ && hurried_) || ending_; });
+      dozes_ = false;
       if (hurried_.exchange(false)) moment = kFlushAfter;
     } else {
       std::this_thread::sleep_for(moment);
     }
     auto now = std::chrono::steady_clock::now();
     if (dirty_.load(std::memory_order_relaxed)) {
-      std::lock_guard lock(mutex);
-      try {
-        if (!is_closed_) flush();
-      } catch (...) {
-        // Noted by `broken`; the next operation raises it.
+      if (flush_now(now - flushed_at >= moment ? 1 : kNearFlushAt)) {
+        flushed_at = now;
+        if (encoder_) moment = std::min<std::chrono::microseconds>(2 * moment, kFarFlushAfter);
       }
-      if (encoder_) moment = std::min(2 * moment, kFarFlushAfter);
       quiet_since = now;
     } else if (now - quiet_since > kSleepAfter) {
       std::unique_lock lock(wake_mutex_);
@@ -160,6 +179,33 @@ void Session::flush_later() {
       quiet_since = now;
     }
   }
+}
+
+// On the flusher's thread, if there are that many bytes. Over a network, others use the session while they are sent.
+bool Session::flush_now(size_t least) {
+  std::unique_lock lock(mutex);
+  try {
+    if (is_closed_ || out_.size() < least) return false;
+    if (!encoder_ || recording_) {
+      flush();
+      return true;
+    }
+    dirty_.store(false, std::memory_order_relaxed);
+    std::lock_guard sending(sending_mutex_);
+    std::swap(out_, leaving_);
+    lock.unlock();
+    transmit(leaving_);
+  } catch (const Disconnected& e) {
+    lock.lock();
+    try {
+      broken(e.what());
+    } catch (...) {
+      // The next operation raises it.
+    }
+  } catch (...) {
+    // Noted by `broken`; the next operation raises it.
+  }
+  return true;
 }
 
 void Session::mark() {
@@ -328,10 +374,13 @@ std::string Session::ask(const void* data, size_t size, bool interruptibly, uint
   // A read is recorded by `fetch`, which knows its size.
   Spent spent(wait == kReading ? nullptr : recording_.get(), wait, 0);
   skip_unwanted(interruptibly);
-  put(data, size);
+  append(data, size);
   flush();
+  auto began = std::chrono::steady_clock::now();
   try {
-    return reply(interruptibly);
+    auto content = reply(interruptibly);
+    if (std::chrono::steady_clock::now() - began < kNear) is_near_ = true;
+    return content;
   } catch (const Interrupted&) {
     unwanted_.push_back(following);
     throw;

@@ -81,7 +81,7 @@ struct Template {
 struct Stats {
   uint64_t operations = 0, hits = 0, asks = 0, bytes = 0, waits = 0, uploaded = 0, fetched = 0;
   uint64_t sent_on = 0, taken_over = 0;  // to other devices, and from them
-  uint64_t coded = 0;                    // bytes of records as they went out
+  std::atomic<uint64_t> coded = 0;       // bytes of records as they went out
 };
 
 class Session;
@@ -229,7 +229,10 @@ class Session {
   std::string profile(ProfileAction action);
   ClockReading read_clock();
   void notice_waiting();
+  void append(const void* data, size_t size);
+  void transmit(std::string& records);
   void flush_later();
+  bool flush_now(size_t least);
   void hurry();
   void mark();
   void await_mark();
@@ -251,7 +254,10 @@ class Session {
   uint64_t noticed_waits_ = 0, noticed_operations_ = 0, noticed_last_ = 0;
   bool advised_ = false;
   Warnings warnings_;
-  std::string out_, coded_;
+  std::string out_;
+  // Of the thread that sends. Who holds both locks has taken the session's first.
+  std::mutex sending_mutex_;
+  std::string leaving_, coded_;
   const std::unique_ptr<Encoder> encoder_;  // over a network only
   uint64_t marked_ = 0;                     // bytes of records before the last mark
   uint32_t marks_ = 0;                      // that the worker has not come to yet
@@ -271,7 +277,7 @@ class Session {
   std::string closed_;
   bool is_closed_ = false, is_disowned_ = false;
   std::atomic<bool> is_retired_{false};
-  std::atomic<bool> dirty_{false}, asleep_{false}, ending_{false}, hurried_{false};
+  std::atomic<bool> dirty_{false}, asleep_{false}, ending_{false}, hurried_{false}, dozes_{false}, is_near_{false};
   std::mutex wake_mutex_;
   std::condition_variable wake_;
   std::thread flusher_;
