@@ -41,10 +41,16 @@ class History {
     }
     bytes_.append(data, size);
   }
-  // Byte by byte: a reference may overlap what it makes.
+  // In pieces: a reference may overlap what it makes.
   void repeat(uint64_t distance, size_t size) {
     append("", 0);
-    for (size_t i = 0; i < size; i++) bytes_.push_back(bytes_[bytes_.size() - distance]);
+    auto at = bytes_.size();
+    bytes_.resize(at + size);
+    for (size_t done = 0; done < size;) {
+      auto n = std::min<size_t>(size - done, distance);
+      std::memcpy(bytes_.data() + at + done, bytes_.data() + at + done - distance, n);
+      done += n;
+    }
   }
 
  private:
