@@ -32,6 +32,9 @@ constexpr auto kSoon = std::chrono::milliseconds(10);
 constexpr auto kQuiet = std::chrono::milliseconds(100);
 // How long a sender waits for a count before it copies what is not counted.
 constexpr int kCountMilliseconds = 2;
+// How long a thread looks for a small message before it sleeps.
+constexpr auto kSpin = std::chrono::microseconds(60);
+constexpr ssize_t kSmall = 4 << 10;
 
 uint64_t size_on_wire(uint64_t part) {
   auto written = part + 8;
@@ -320,6 +323,19 @@ ssize_t Link::read(Pair& pair, char* into, size_t size) {
   }
 }
 
+// For the thread that reads. A wake-up by the kernel takes 5 to 10 us: who waited for a moment only last time looks for
+// such a moment first, where there are processors enough.
+bool Link::await_soon(const Connection& in, int milliseconds) {
+  static const bool spins = std::thread::hardware_concurrency() > 2;
+  auto now = Clock::now(), until = now + kSpin;
+  if (spins && is_soon_)
+    for (; now < until; now = Clock::now())
+      if (in.await(true, 0)) return true;
+  bool has_come = in.await(true, milliseconds);
+  is_soon_ = has_come && Clock::now() < until;
+  return has_come;
+}
+
 // Reads once, for the caller or for later; waits so long for it. The caller has made sure that nobody reads.
 uint64_t Link::take(Lock& lock, char* into, uint64_t size, int milliseconds, bool for_later) {
   auto pair = pair_;
@@ -333,7 +349,8 @@ uint64_t Link::take(Lock& lock, char* into, uint64_t size, int milliseconds, boo
   // What TLS holds may be a part of its record. In the middle of a long transfer there are mostly more bytes.
   bool waits_first = milliseconds && size < kForLater && !pair->in->has_pending();
   auto n = waits_first ? Connection::kNotNow : read(*pair, into, size);
-  if (n == Connection::kNotNow && milliseconds && pair->in->await(true, milliseconds)) n = read(*pair, into, size);
+  if (n == Connection::kNotNow && milliseconds && await_soon(*pair->in, milliseconds)) n = read(*pair, into, size);
+  if (n > kSmall) is_soon_ = false;
   std::vector<std::shared_ptr<void>> dropped;
   lock.lock();
   reading_ = false;

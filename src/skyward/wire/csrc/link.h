@@ -108,6 +108,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void heard_count(uint64_t count);
   void forget_counted(std::vector<std::shared_ptr<void>>& dropped);
   ssize_t read(Pair& pair, char* into, size_t size);
+  bool await_soon(const Connection& in, int milliseconds);
   uint64_t take(Lock& lock, char* into, uint64_t size, int milliseconds, bool for_later);
   void tell_taken();
   void lose(const std::shared_ptr<Pair>& pair);
@@ -134,6 +135,7 @@ class Link : public std::enable_shared_from_this<Link> {
   // In: `received_` bytes have come, of which the inbox holds those that nobody has taken.
   uint64_t received_ = 0, told_ = 0;
   bool reading_ = false;
+  bool is_soon_ = false;  // the last wait was short
   std::deque<std::vector<char>> inbox_;
   size_t inbox_taken_ = 0;  // of the first
   std::unique_ptr<char[]> for_later_;
