@@ -141,15 +141,20 @@ def test_the_links_of_a_device_are_as_described() -> None:
 
 
 def test_the_native_core_of_links_has_the_same_numbers() -> None:
+    header = (SOURCES / "wire/csrc/link.h").read_text()
     source = (SOURCES / "wire/csrc/link.cpp").read_text()
     seconds = dict(re.findall(r"constexpr auto k(\w+) = std::chrono::seconds\((\d+)\);", source))
     assert float(seconds["Beat"]) == native.BEAT_SECONDS
     assert float(seconds["Silence"]) == native.SILENCE_SECONDS
     assert float(seconds["LastWords"]) == pair.LAST_WORDS_SECONDS
-    assert core_size("kPartMost", "../../wire/csrc/link.cpp") == pair.RECORD_MAX
+    assert core_size("kPartMost", "../../wire/csrc/link.h") == pair.RECORD_MAX
     assert core_size("kCountEvery", "../../wire/csrc/link.cpp") == incoming.COUNT_EVERY
-    assert f"kStripeBit = {pair.STRIPE_BIT};" in source
-    assert f"kTlsOverhead = {pair.TLS_OVERHEAD};" in source
+    assert f"kStripeBit = {pair.STRIPE_BIT};" in header
+    assert f"kTlsOverhead = {pair.TLS_OVERHEAD};" in header
+    calls = "../../wire/csrc/calls.cpp"
+    assert core_size("kStripedLeast", calls) == pair.STRIPED_MIN
+    assert core_size("kStripedHead", calls) == pair.RECORD_MAX
+    assert core_size("kStripePart", calls) == large.STRIPE_PART
 
 
 def test_the_links_between_devices_are_as_described() -> None:

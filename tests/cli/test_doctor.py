@@ -250,12 +250,15 @@ def test_links_say_what_moves_their_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("SKYWARD_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "SHIPPED", tmp_path / "wheel")
+    monkeypatch.setattr(native, "SHIPPED", tmp_path / "wheel")
     nothing = health._links()
     assert nothing.state == "not set up"
     assert "no compiled core, and no C++ compiler: Python encrypts" in nothing.found
     monkeypatch.setenv("CXX", "/usr/bin/some-c++")
-    assert health._links().found == "the first use compiles their core with /usr/bin/some-c++"
+    python = health._links()
+    assert python.state == "ok"
+    assert "calls go through Python's ssl" in python.found
+    assert "compiles a faster core with /usr/bin/some-c++" in python.found
     (tmp_path / "device").mkdir()
     core = build._place(build.LINK)
     core.write_text("no library")

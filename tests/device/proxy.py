@@ -120,10 +120,11 @@ class Proxy:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self.pairs.append((near, far))
-            self._spawn(self._carry, near, far)
-            self._spawn(self._carry, far, near)
+            over = threading.Barrier(2)
+            self._spawn(self._carry, near, far, over)
+            self._spawn(self._carry, far, near, over)
 
-    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+    def _carry(self, source: socket.socket, target: socket.socket, over: threading.Barrier) -> None:
         buffer = memoryview(bytearray(1 << 18))
         with contextlib.suppress(OSError):
             while count := source.recv_into(buffer):
@@ -137,6 +138,9 @@ class Proxy:
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+        # Whoever sends to a socket that nobody reads any more would wait until it is closed.
+        over.wait()
+        target.close()
 
     def _allowed(self, count: int) -> tuple[int, bool]:
         """How many of the bytes pass, and whether everything is cut after them."""

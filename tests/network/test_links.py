@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import secrets
@@ -13,8 +14,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
+from skyward.device import build
 from skyward.errors import AuthenticationError
-from skyward.wire import messages
+from skyward.wire import messages, native
 from skyward.wire.channel import Channel
 from skyward.wire.handshake import (
     CONNECTIONS,
@@ -30,8 +32,9 @@ from skyward.wire.link.outgoing import LINK_WINDOW
 from skyward.wire.link.pair import IS_COUNT, RECORD, RECORD_MAX, STRIPE_BIT, Pair
 from skyward.wire.listener import Listener
 from skyward.wire.messages import Hello, Item, Payload, Ping
+from skyward.wire.native import NativeLink
 
-from ..conftest import other_case
+from ..conftest import has_compiler, other_case
 from .network import Network
 
 POOL = "0123456789ab"
@@ -40,24 +43,36 @@ MIB = 1 << 20
 Eventually = Callable[..., None]
 
 
+@contextlib.contextmanager
+def core(kind: str) -> Iterator[None]:
+    """Have Python or the native core carry the bytes of what is made meanwhile."""
+    if kind == "native":
+        native.load(build.library(build.LINK))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "why_not", lambda: "" if kind == "native" else "the test says so")
+        yield
+
+
 class Ends:
     """A client and a worker, and the network between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str = "python", worker: str = "python") -> None:
         authority = Authority(POOL)
         self.network = Network()
         self.accepted: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self.listener = Listener(
-            "tcp:127.0.0.1:0", POOL, authority.issue(NAME), lambda c, _: self.accepted.put(c)
-        )
+        with core(worker):
+            self.listener = Listener(
+                "tcp:127.0.0.1:0", POOL, authority.issue(NAME), lambda c, _: self.accepted.put(c)
+            )
         self.credentials = authority.issue("client")
-        self.dialer = Dialer(
-            self.listener.endpoint,
-            Hello(POOL, "data"),
-            self.credentials,
-            NAME,
-            self.network.dial,
-        )
+        with core(client):
+            self.dialer = Dialer(
+                self.listener.endpoint,
+                Hello(POOL, "data"),
+                self.credentials,
+                NAME,
+                self.network.dial,
+            )
         self.client, _ = self.dialer.open()
         self.worker = self.accepted.get(timeout=200)
 
@@ -79,14 +94,31 @@ class Ends:
         self.network.close()
 
 
+NATIVE = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler")
+BOTH = [
+    ("python", "python"),
+    *(
+        pytest.param(ends, marks=NATIVE)
+        for ends in (("native", "native"), ("python", "native"), ("native", "python"))
+    ),
+]
+
+
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    ends = Ends()
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    ends = Ends(*getattr(request, "param", ()))
     yield ends
     ends.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
+whichever = pytest.mark.parametrize("ends", BOTH, indirect=True, ids=lambda pair: "-".join(pair))
+"""For what holds whoever carries the bytes on either end."""
+
+
+@whichever
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=other_case) for seed in range(1, 4))]
+)
 def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: int) -> None:
     choose = random.Random(seed)
     bodies = [
@@ -97,6 +129,7 @@ def test_frames_arrive_once_and_in_order_wherever_it_is_cut(ends: Ends, seed: in
     assert ends.network.cuts >= 5
 
 
+@whichever
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=other_case) for seed in range(1, 4))]
 )
@@ -104,6 +137,7 @@ def test_so_do_large_ones_over_several_connections(
     ends: Ends, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pairs, "FAR_SECONDS", 0.0)
+    monkeypatch.setattr(native, "STRIPING_PROCESSORS", 0)
     choose = random.Random(seed)
     sizes = [10, 40_000, 8 * MIB, 9 * MIB + 1, 20 * MIB]
     bodies = [choose.randbytes(choose.choice(sizes)) for _ in range(16)]
@@ -141,6 +175,24 @@ def test_a_large_write_to_a_place_far_away_has_more_connections_made(
         assert {number for who, number in chosen if who is pair} == set(range(CONNECTIONS))
 
 
+@pytest.mark.parametrize("ends", [pytest.param(("native", "native"), marks=NATIVE)], indirect=True)
+def test_several_threads_encrypt_a_large_write_where_there_are_processors(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    client, worker = ends.client.native_link, ends.worker.native_link
+    monkeypatch.setattr(native, "STRIPING_PROCESSORS", 10_000)
+    _exchange(ends, [bytes(9 * MIB)])
+    assert not client.striped
+    monkeypatch.setattr(native, "STRIPING_PROCESSORS", 0)
+    client._striped_attempt = 0
+
+    def are_used() -> bool:
+        _exchange(ends, [secrets.token_bytes(20 * MIB)])
+        return bool(client.striped and worker.striped)
+
+    eventually(are_used)
+
+
 def test_who_waits_for_room_does_not_wait_for_a_closed_connection(ends: Ends) -> None:
     assert ends.client.link is not None
     pair = ends.client.link.first
@@ -149,6 +201,7 @@ def test_who_waits_for_room_does_not_wait_for_a_closed_connection(ends: Ends) ->
         pair.roomiest()
 
 
+@whichever
 def test_a_connection_too_many_is_refused_before_it_is_used(ends: Ends) -> None:
     with pytest.raises(SessionUnknownError):
         ends.knock(ends.hello(stripe=1))
@@ -203,6 +256,7 @@ def _exchange(ends: Ends, bodies: list[bytes]) -> None:
     assert not wrong
 
 
+@whichever
 def test_one_refusal_after_a_slow_attempt_proves_nothing(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +281,7 @@ def test_one_refusal_after_a_slow_attempt_proves_nothing(
     worker.close()
 
 
+@whichever
 def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Eventually) -> None:
     ends.network.refusing = True
     ends.network.cut()
@@ -247,6 +302,7 @@ def test_small_frames_do_not_wait_for_a_connection(ends: Ends, eventually: Event
     assert received
 
 
+@whichever
 def test_no_more_than_a_window_is_kept_of_what_was_sent(ends: Ends) -> None:
     body = secrets.token_bytes(64 * MIB)
     whole = bytearray(len(body))
@@ -262,7 +318,8 @@ def test_no_more_than_a_window_is_kept_of_what_was_sent(ends: Ends) -> None:
     ends.client.send(Item(1, 0, Payload(0)), [body])
     link = ends.client.link
     assert link is not None
-    assert link.outgoing._backlog.held <= LINK_WINDOW
+    kept = link.kept if isinstance(link, NativeLink) else link.outgoing._backlog.held
+    assert kept <= LINK_WINDOW
     receiving.join(60)
     assert whole == body
 
@@ -272,6 +329,7 @@ def _until_the_end(channel: Channel) -> None:
         channel.receive()
 
 
+@whichever
 def test_a_session_that_is_not_there_is_refused_by_name(ends: Ends) -> None:
     with pytest.raises(SessionUnknownError, match="unknown session"):
         ends.knock(ends.hello(session="another", received=10))

@@ -235,7 +235,12 @@ def _links() -> Finding:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not build.is_there(build.LINK):
         if compiler:
-            return Finding("links", "ok", f"the first use compiles their core with {compiler}")
+            return Finding(
+                "links",
+                "ok",
+                f"calls go through Python's ssl; the first torch device over a network compiles a "
+                f"faster core with {compiler}, or now: python -m skyward.device.build",
+            )
         return Finding(
             "links",
             "not set up",
@@ -244,7 +249,7 @@ def _links() -> Finding:
             "install the wheel for this platform, or apt-get install g++ (or name one with CXX)",
         )
     path = build.library(build.LINK)
-    origin = "of the wheel" if path.parent == build.SHIPPED else "that was compiled here"
+    origin = "of the wheel" if path.parent == native.SHIPPED else "that was compiled here"
     try:
         core = native.LinkCore(path)
     except OSError as problem:

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-import platformdirs
-
 from skyward.device import toolchain
 from skyward.device.toolchain import LINK, PARTS, Compiler, CompilerError
+from skyward.wire import native
+from skyward.wire.native import SHIPPED, cache
 from skyward.worker.process import Show
 
 __all__ = [
@@ -35,8 +35,6 @@ __all__ = [
     "shipped_name",
 ]
 
-SHIPPED = Path(__file__).parent / "cores"
-"""Where a wheel for one platform has its cores; the wheel for all platforms has none."""
 # What `make check` compiles with; users' compilers may know warnings that nobody here has seen.
 STRICT_FLAGS = ("-std=c++20", "-fPIC", "-fsyntax-only", "-Wall", "-Wextra", "-Werror")
 KEPT = 16
@@ -152,9 +150,9 @@ def is_there(part: str) -> bool:
 def shipped_name(part: str, torch: str, abi: int, system: str, machine: str) -> str:
     """The file of a core in a wheel; `torch` is the minor version, whose patches fit as well."""
     # The digest: a core of other sources than those beside it is not taken.
-    digest = toolchain.digest(toolchain.files_of(part), ())
     if part == LINK:
-        return f"{LINK}-{system}-{machine}-{digest}.so"
+        return native.core_name(system, machine)
+    digest = native.digest(toolchain.files_of(part), ())
     return f"{part}-torch{torch}-abi{abi}-{system}-{machine}-{digest}.so"
 
 
@@ -167,7 +165,7 @@ def check() -> int:
     checked = 0
     for part in (*PARTS, LINK):
         words = (*STRICT_FLAGS, compiler.identity, compiler.torch)
-        digest = toolchain.digest(toolchain.files_of(part), words)
+        digest = native.digest(toolchain.files_of(part), words)
         stamp = cache() / "checked" / f"{part}-{digest}"
         if stamp.exists():
             continue
@@ -181,8 +179,7 @@ def check() -> int:
 def _place(part: str) -> Path:
     """Where the core for the torch of this process is, or would be."""
     if part == LINK:
-        name = shipped_name(part, "", 0, platform.system().lower(), platform.machine())
-        return SHIPPED / name if (SHIPPED / name).exists() else cache() / name
+        return native.place()
     import torch
 
     version, abi = str(torch.__version__), _abi()
@@ -201,7 +198,7 @@ def _shipped(part: str, torch: str, abi: int) -> Path | None:
 
 
 def _cached(part: str, torch: str, abi: int) -> Path:
-    digest = toolchain.digest(toolchain.files_of(part), toolchain.flags_of(part))
+    digest = native.digest(toolchain.files_of(part), toolchain.flags_of(part))
     return cache() / f"{part}-{torch}-abi{abi}-{platform.machine()}-{digest}.so"
 
 
@@ -209,13 +206,6 @@ def _abi() -> int:
     import torch
 
     return int(torch.compiled_with_cxx11_abi())
-
-
-def cache() -> Path:
-    """The folder of everything that the device keeps between runs."""
-    return (
-        Path(os.environ.get("SKYWARD_CACHE") or platformdirs.user_cache_dir("skyward")) / "device"
-    )
 
 
 def _compiler() -> Compiler:

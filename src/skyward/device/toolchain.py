@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +15,10 @@ from pathlib import Path
 
 from skyward import kernel
 from skyward.errors import SkywardError
+from skyward.wire.native import SOURCES as LINK_SOURCES
+from skyward.wire.native import digest
 
 SOURCES = Path(__file__).parent / "csrc"
-LINK_SOURCES = Path(__file__).parents[1] / "wire" / "csrc"
 PARTS = ("client", "worker")
 LINK = "link"
 """The core of links, which needs no torch."""
@@ -113,16 +113,6 @@ def files_of(part: str) -> list[Path]:
         return list(LINK_SOURCES.iterdir())
     own = [path for room in (part, "wire") for path in (SOURCES / room).iterdir()]
     return [*own, LINK_SOURCES / "link_functions.h"]
-
-
-def digest(files: Iterable[Path], words: Iterable[str]) -> str:
-    """A name for the content of some files and words."""
-    made = hashlib.sha256()
-    for file in sorted(files):
-        content = file.read_bytes()
-        made.update(f"{file.parent.name}/{file.name} {len(content)}\n".encode() + content)
-    made.update("\0".join(words).encode())
-    return made.hexdigest()[:16]
 
 
 def flags_of(part: str) -> tuple[str, ...]:

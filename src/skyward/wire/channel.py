@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import os
 import socket
 import ssl
@@ -26,8 +25,9 @@ from skyward.wire.frames import (
     FrameDecoder,
 )
 from skyward.wire.link.link import Link
+from skyward.wire.link.pair import shut
 from skyward.wire.messages import ENCODER, MALFORMED, Message, Question, Reply, Result
-from skyward.wire.native import NativeLink
+from skyward.wire.native import NativeLink, NativeSocket
 
 Bytes = bytes | bytearray | memoryview
 
@@ -61,20 +61,17 @@ class Channel:
         sender: socket.socket,
         receiver: socket.socket | None = None,
         decoder: FrameDecoder | None = None,
-        link: Link | None = None,
-        native: NativeLink | None = None,
+        link: Link | NativeLink | None = None,
     ) -> None:
         self.link = link
         """The link that carries the frames; None if the channel ends with its connections."""
-        self.native = native
-        """The link of a device, which carries no frames: the cores use it themselves."""
         self._sender = sender
         self._receiver = receiver or sender
-        self._encrypted = isinstance(sender, ssl.SSLSocket)
+        self.is_encrypted = isinstance(sender, (ssl.SSLSocket, NativeSocket))
+        self._holds_bytes = self.is_encrypted or isinstance(link, NativeLink)
+        """Whether bytes may have come that no selector sees."""
         # Two plain connections lead to another machine, through a provider's own transport.
-        self.shares_memory = (
-            link is None and native is None and receiver is None and sender.family == socket.AF_UNIX
-        )
+        self.shares_memory = link is None and receiver is None and sender.family == socket.AF_UNIX
         self._decoder = decoder or FrameDecoder()
         self._send_lock = threading.Lock()
         self.reading = threading.Lock()
@@ -88,8 +85,6 @@ class Channel:
     def over(cls, link: Link | NativeLink) -> Channel:
         """A channel that outlives its connections."""
         pair = link.first
-        if isinstance(link, NativeLink):
-            return cls(pair.sender, pair.receiver, native=link)
         return cls(pair.sender, pair.receiver, link=link)
 
     def fileno(self) -> int:
@@ -108,8 +103,8 @@ class Channel:
     @property
     def native_link(self) -> NativeLink:
         """The link of a device over a network."""
-        assert self.native is not None
-        return self.native
+        assert isinstance(self.link, NativeLink)
+        return self.link
 
     # What a link adds. Without one, a channel is connected until it is lost.
 
@@ -211,23 +206,19 @@ class Channel:
     def abort(self) -> None:
         """End the connection for the readers of both ends; the owner must still close it."""
         self.aborted = True
-        if self.native is not None:
-            self.native.end("the channel was aborted")
-            return
         if self.link is not None:
             # The other end takes this for an outage, unless the channel's owner has told it.
             self.link.connections.end("the channel was aborted")
             return
         for end in {self._sender, self._receiver}:
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(end, socket.SHUT_RDWR)
+            shut(end)
 
     def _send_parts(self, parts: list[Bytes], descriptors: Sequence[int]) -> None:
         views = _joined(parts)
         counts: list[int] = []
         length = sum(map(len, views))
         try:
-            if self._encrypted:
+            if self.is_encrypted:
                 self._send_encrypted(views)
             else:
                 self._send_vectors(views, descriptors, counts)
@@ -270,13 +261,17 @@ class Channel:
         except (BlockingIOError, ssl.SSLWantReadError):
             return []
         frames = self.cut(part)
-        while self._encrypted and (not frames or frames[-1].body is not None):
+        while self._holds_bytes and (not frames or frames[-1].body is not None):
             # OpenSSL may hold decrypted bytes the selector cannot see.
             link = self.link
             holder = cast(ssl.SSLSocket, self._receiver) if link is None else link.incoming
             if not holder.pending():
                 break
-            frames += self.cut(self._receive_some(0))
+            try:
+                frames += self.cut(self._receive_some(_DONT_WAIT))
+            except (BlockingIOError, ssl.SSLWantReadError):
+                # The first bytes of a record that is not whole yet.
+                break
         return frames
 
     def take_result(self, task: int) -> tuple[Result, memoryview] | None:
@@ -340,7 +335,7 @@ class Channel:
         if not self.shares_memory:
             count = (
                 self._receiver.recv_into(room)
-                if self._encrypted
+                if isinstance(self._receiver, ssl.SSLSocket)
                 else self._receiver.recv_into(room, 0, flags)
             )
         else:
@@ -374,27 +369,28 @@ class Channel:
             raise ProtocolError(
                 f"a body of {frame.body_length} bytes for places of {sum(map(len, places))}"
             )
-        before = 0
+        views = [place[self._decoder.take(place) :] for place in places]
+        views = [view for view in views if len(view)]
+        received = self.bytes_received
+        before = frame.body_length - sum(map(len, views))
 
-        def told_of_link(done: int) -> None:
+        def told_of_all(done: int) -> None:
             self.bytes_received = received + done
-            told(before + at + done)
+            told(before + done)
 
-        for place in places:
-            at = self._decoder.take(place)
-            if self.link is not None:
-                received = self.bytes_received
-                self.link.incoming.fill(place[at:], told_of_link)
-                self.bytes_received = received + len(place) - at
-            else:
-                while at < len(place):
-                    count = self._receiver.recv_into(place[at : at + (64 << 20)])
-                    if not count:
-                        raise EOFError("the other end closed the connection in a frame's middle")
-                    at += count
-                    self.bytes_received += count
-                    told(before + at)
-            before += len(place)
+        if self.link is not None:
+            self.link.incoming.fill(views, told_of_all)
+            return
+        done = 0
+        for view in views:
+            at = 0
+            while at < len(view):
+                count = self._receiver.recv_into(view[at : at + (64 << 20)])
+                if not count:
+                    raise EOFError("the other end closed the connection in a frame's middle")
+                at += count
+                told_of_all(done + at)
+            done += len(view)
 
     def set_timeout(self, seconds: float) -> None:
         """How long one read or write of a channel without a link may take: then `TimeoutError`."""
@@ -405,7 +401,7 @@ class Channel:
         """Whether reads of an encrypted channel wait; plain ones choose per call."""
         if self.link is not None:
             self.link.incoming.set_blocking(blocking)
-        elif self._encrypted:
+        elif self.is_encrypted:
             self._receiver.setblocking(blocking)
 
     def detach(self) -> tuple[socket.socket, socket.socket]:
@@ -416,16 +412,11 @@ class Channel:
     def close(self) -> None:
         """Wake the threads that read or write, and close the sockets."""
         self.closed = True
-        if self.native is not None:
-            self.native.close()
-            return
         if self.link is not None:
             self.link.connections.close()
             return
         for end in {self._sender, self._receiver}:
-            with contextlib.suppress(OSError):
-                # The method of the plain socket: the one of a TLS socket would wait for the peer.
-                socket.socket.shutdown(end, socket.SHUT_RDWR)
+            shut(end)
             end.close()
         for descriptor in self._decoder.drain_descriptors():
             os.close(descriptor)

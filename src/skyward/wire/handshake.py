@@ -38,7 +38,15 @@ from skyward.wire.link.connections import Connections, LinkLost
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
-from skyward.wire.native import Context, NativeLink, NativeSocket, Terms, core
+from skyward.wire.native import (
+    CALLS,
+    Context,
+    NativeLink,
+    NativeSocket,
+    Terms,
+    carries_calls,
+    core,
+)
 
 SESSION_UNKNOWN = "unknown session"
 """The listener refuses a connection with these words if it does not know the connection's link."""
@@ -353,7 +361,9 @@ def connect_once(
     endpoint: str, hello: Hello, credentials: Credentials | None, name: str
 ) -> Channel:
     """Open a channel of one connection for both directions, for two ends that take turns."""
-    context = context_for(endpoint, credentials) if credentials is not None else None
+    context: TlsContext | None = None
+    if credentials is not None:
+        context = context_for(endpoint, credentials, native=carries_calls())
     end, decoder, _ = connect_one(endpoint, hello, context, name, GREETING_SECONDS, direct)
     return Channel(end, decoder=decoder)
 
@@ -520,9 +530,11 @@ class Dialer:
     ) -> None:
         """If `gone` is given, refused connections end the link, with `gone` as the reason.
 
-        The link also ends if no new connection can be made within `patience` seconds. With `terms`,
-        the native core carries its bytes.
+        The link also ends if no new connection can be made within `patience` seconds. The native
+        core carries its bytes where it can, and always if there are `terms` for it.
         """
+        if terms is None and carries_calls():
+            terms = CALLS
         self._endpoint, self._name, self._dial = endpoint, name, dial
         self._hello = msgspec.structs.replace(hello, session=secrets.token_hex(16))
         self._terms = terms
@@ -534,9 +546,12 @@ class Dialer:
         """Make the first connection; after a failure, the caller may try again."""
         pair, welcome = self._connect(0, seconds)
         self._pid = welcome.pid
+        link: Link | NativeLink
         if self._terms is not None:
-            return Channel.over(NativeLink(pair, self._terms, self._again)), welcome
-        return Channel.over(Link(pair, self._again, add_stripes=self._add_stripes)), welcome
+            link = NativeLink(pair, self._terms, self._again, add_stripes=self._add_stripes)
+        else:
+            link = Link(pair, self._again, add_stripes=self._add_stripes)
+        return Channel.over(link), welcome
 
     def _again(self, connections: Connections | NativeLink) -> Iterator[Pair | float]:
         """Make the next connection of a link, unless it ends.
@@ -580,13 +595,13 @@ class Dialer:
         )
         return Pair(sender, receiver, welcome.received, self._hello.attempt), welcome
 
-    def _add_stripes(self, pair: Pair) -> None:
-        """Connect stripes for a pair, as many as can be made."""
-        hello = msgspec.structs.replace(self._hello, attempt=pair.attempt)
+    def _add_stripes(self, connections: Connections | NativeLink, attempt: int) -> None:
+        """Connect stripes for the pair of that attempt, as many as can be made."""
+        hello = msgspec.structs.replace(self._hello, attempt=attempt)
         with contextlib.suppress(OSError, EOFError, SkywardError):
             for number in range(1, CONNECTIONS):
                 for direction in ("send", "receive"):
-                    if pair.broken:
+                    if not connections.takes_stripes(attempt):
                         return
                     hello.stripe, hello.direction = number, direction
                     end, _, _ = connect_one(
@@ -597,7 +612,8 @@ class Dialer:
                         AGAIN_SECONDS,
                         self._dial,
                     )
-                    pair.add_stripe(number, end, to_send=direction == "send")
+                    to_send = direction == "send"
+                    connections.add_stripe(attempt, number, end, to_send=to_send)
 
 
 @functools.cache

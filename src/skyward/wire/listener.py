@@ -34,7 +34,7 @@ from skyward.wire.handshake import (
 from skyward.wire.link.link import Link
 from skyward.wire.link.pair import Pair, shut
 from skyward.wire.messages import Hello, Welcome
-from skyward.wire.native import NativeLink, Terms
+from skyward.wire.native import CALLS, NativeLink, Terms, carries_calls
 
 UNPROVEN_PEERS = 16
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -62,6 +62,10 @@ def _is_elsewhere(problem: OSError) -> bool:
     return isinstance(problem, socket.gaierror) or problem.errno in _NOT_HERE
 
 
+def _of_calls(hello: Hello) -> Terms:
+    return CALLS
+
+
 class Listener:
     """Accepts connections, and passes on those whose peer has proven its identity.
 
@@ -86,8 +90,10 @@ class Listener:
     ) -> None:
         """`versions` are sent to every peer; only an agent sends them, for all its processes.
 
-        With `terms`, the native core carries the bytes of links.
+        The native core carries the bytes of links where it can, and always if there are `terms`.
         """
+        if terms is None and credentials is not None and carries_calls():
+            terms = _of_calls
         self._sockets: dict[str, socket.socket] = {}
         places = where.split(" ")
         for place in places:

@@ -1,6 +1,7 @@
 """The native core of links: TLS, records and counts in C++, without the interpreter's lock.
 
-Python opens connections, shakes hands and dials again; the bytes of a link pass it nowhere.
+Python opens connections, shakes hands and dials again. The bytes of a device's link pass it
+nowhere; of a call's link it has the frames, whose large bodies go straight from and to memory.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import atexit
 import contextlib
 import ctypes
 import errno
+import functools
+import hashlib
 import itertools
 import math
 import os
+import platform
 import select
 import socket
 import ssl
@@ -20,15 +24,21 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skyward.errors import SkywardError
 from skyward.wire.link.connections import LinkLost
+from skyward.wire.link.incoming import NotConnected
 from skyward.wire.link.link import redialing
-from skyward.wire.link.pair import Pair
+from skyward.wire.link.outgoing import LINK_WINDOW, QUEUED_MAX
+from skyward.wire.link.pair import FAR_SECONDS, STRIPED_MIN, Pair, round_trip
+
+SOURCES = Path(__file__).parent / "csrc"
+SHIPPED = Path(__file__).parents[1] / "device" / "cores"
+"""Where a wheel for one platform has its cores; the wheel for all platforms has none."""
 
 TEXT_SIZE = 1024
 BEAT_SECONDS, SILENCE_SECONDS = 1.0, 5.0
@@ -36,9 +46,13 @@ BEAT_SECONDS, SILENCE_SECONDS = 1.0, 5.0
 in link.cpp."""
 LOST, ENDED = 1, 2
 """What `sky_links_run` tells of a link."""
-SIGNAL_MILLISECONDS = 100
-"""How long a call of the core may wait at a time: Python sees Ctrl-C between two of them."""
 RELAY_SIZE = 64 << 10
+NOT_CONNECTED = -2
+STRIPING_PROCESSORS = 2
+"""With no more processors, one connection carries all that they can encrypt."""
+SLICE_MILLISECONDS = 250
+"""How long the core waits at a time for a thread of Python's, which then looks for signals."""
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
 
 
 class NativeUnavailable(SkywardError):
@@ -56,8 +70,14 @@ class LinkCore:
         pointers = ("openssl", "context_new", "connection_new", "link_new", "link_table")
         for name in pointers:
             getattr(self.library, f"sky_{name}").restype = ctypes.c_void_p
-        for name in ("connection_read", "connection_write", "link_suspend"):
+        numbers = ("connection_read", "connection_write", "connection_write_all", "link_suspend")
+        of_calls = ("send", "begin_large", "await_large", "await_room", "receive", "receive_large")
+        for name in (*numbers, *(f"link_{each}" for each in of_calls)):
             getattr(self.library, f"sky_{name}").restype = ctypes.c_int64
+        # Named once: a call of every frame.
+        link, size, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+        self.library.sky_link_send.argtypes = (link, ctypes.c_char_p, size, number)
+        self.library.sky_link_receive.argtypes = (link, ctypes.c_void_p, size, number)
         self.table = ctypes.c_void_p(self.library.sky_link_table())
         """The functions that the device's cores call."""
         self.openssl: ctypes.c_void_p | None = None
@@ -97,6 +117,37 @@ def openssl_libraries() -> Iterator[str]:
     yield from ("libssl.so.3", "libssl.3.dylib")
 
 
+def digest(files: Iterable[Path], words: Iterable[str]) -> str:
+    """A name for the content of some files and words."""
+    made = hashlib.sha256()
+    for file in sorted(files):
+        content = file.read_bytes()
+        made.update(f"{file.parent.name}/{file.name} {len(content)}\n".encode() + content)
+    made.update("\0".join(words).encode())
+    return made.hexdigest()[:16]
+
+
+def core_name(system: str, machine: str) -> str:
+    """The file of the core; the digest is that of its sources, so that no other core is taken."""
+    return f"link-{system}-{machine}-{digest(SOURCES.iterdir(), ())}.so"
+
+
+def cache() -> Path:
+    """The folder of cores that were compiled here."""
+    # Imported here: a process that has no link is started sooner.
+    import platformdirs
+
+    return (
+        Path(os.environ.get("SKYWARD_CACHE") or platformdirs.user_cache_dir("skyward")) / "device"
+    )
+
+
+def place() -> Path:
+    """Where the core is, or would be once it is compiled."""
+    name = core_name(platform.system().lower(), platform.machine())
+    return SHIPPED / name if (SHIPPED / name).exists() else cache() / name
+
+
 _core: LinkCore | None = None
 
 
@@ -105,6 +156,33 @@ def load(path: Path) -> None:
     global _core
     if _core is None:
         _core = LinkCore(path)
+
+
+@functools.cache
+def _why_not_loaded() -> str:
+    try:
+        path = place()
+        if not path.exists():
+            return "it is neither in the wheel nor compiled yet"
+        load(path)
+    except OSError as problem:
+        return str(problem)
+    return ""
+
+
+def why_not() -> str:
+    """Why calls do not use the core here; empty if they do. Nothing is compiled for them."""
+    if os.environ.get("SKYWARD_LINKS") == "python":
+        return "SKYWARD_LINKS=python"
+    if _core is None and (problem := _why_not_loaded()):
+        return problem
+    found = core()
+    return "" if found.openssl else f"no OpenSSL 3 can be used ({found.openssl_name})"
+
+
+def carries_calls() -> bool:
+    """Whether the bytes of calls go through the core."""
+    return not why_not()
 
 
 def core() -> LinkCore:
@@ -159,15 +237,15 @@ class Context:
 
 
 class NativeSocket:
-    """A connection of the core; it has what the handshake uses of a socket."""
+    """A connection of the core; it has what is used of a socket."""
 
     def __init__(self, end: socket.socket, context: Context | None = None, name: str = "") -> None:
-        self._core = core()
+        library = self._library = core().library
         self.family = end.family
         self._seconds = end.gettimeout()
         text = ctypes.create_string_buffer(TEXT_SIZE)
         self._fd = end.detach()
-        made = self._core.library.sky_connection_new(
+        made = library.sky_connection_new(
             self._fd,
             context and context.handle,
             name.encode() if name else None,
@@ -176,24 +254,26 @@ class NativeSocket:
         )
         if not made:
             raise ssl.SSLError(text.value.decode(errors="replace"))
-        self._handle: ctypes.c_void_p | None = ctypes.c_void_p(made)
-        self._lock = threading.Lock()
+        self.handle = ctypes.c_void_p(made)
+        self._free = weakref.finalize(self, library.sky_connection_free, self.handle)
+        self._free.atexit = False
+        self._closed = False
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        if self._handle is None:
+        if self._closed:
             raise OSError(errno.EBADF, "the connection is closed")
-        return getattr(self._core.library, f"sky_connection_{name}")(self._handle, *arguments)
+        return getattr(self._library, f"sky_connection_{name}")(self.handle, *arguments)
 
-    def _wait(self, name: str, *arguments: Any) -> int:
-        """What the core says; 0 if it has nothing to say in time.
+    def _wait(self, name: str, *arguments: Any, flags: int = 0) -> int:
+        """What the core says, if it is not 0 or time has passed.
 
         A signal, and a part of a record of TLS, end a wait of the core's.
         """
-        until = math.inf if self._seconds is None else time.monotonic() + self._seconds
+        seconds = 0.0 if flags & _DONT_WAIT else self._seconds
+        until = math.inf if seconds is None else time.monotonic() + seconds
         while True:
-            left = until - time.monotonic()
-            slice_ = max(0, min(SIGNAL_MILLISECONDS, math.ceil(min(left, 1.0) * 1000)))
-            result = int(self._call(name, *arguments, slice_))
+            left = math.ceil(min(until - time.monotonic(), 1.0) * 1000)
+            result = int(self._call(name, *arguments, max(0, min(SLICE_MILLISECONDS, left))))
             if result or time.monotonic() >= until:
                 return result
 
@@ -201,6 +281,10 @@ class NativeSocket:
         text = ctypes.create_string_buffer(TEXT_SIZE)
         self._call("why", text, TEXT_SIZE)
         return text.value.decode(errors="replace")
+
+    def _late(self, what: str, flags: int = 0) -> OSError:
+        waits = self._seconds != 0 and not flags & _DONT_WAIT
+        return TimeoutError(what) if waits else BlockingIOError(what)
 
     def do_handshake(self) -> None:
         """Prove who both ends are."""
@@ -216,24 +300,54 @@ class NativeSocket:
         """How long the next reads and writes wait."""
         self._seconds = seconds
 
+    def gettimeout(self) -> float | None:
+        """How long reads and writes wait."""
+        return self._seconds
+
+    def setblocking(self, blocking: bool) -> None:
+        """Whether the next reads and writes wait."""
+        self._seconds = None if blocking else 0.0
+
     def recv(self, count: int) -> bytes:
         """At least a byte; none at the end."""
-        room = ctypes.create_string_buffer(count)
-        got = self._wait("read", room, ctypes.c_size_t(count))
-        if got == 0:
-            raise TimeoutError("nothing came in time")
-        return room.raw[:got] if got > 0 else b""
+        room = bytearray(count)
+        return bytes(room[: self.recv_into(memoryview(room))])
 
-    def sendall(self, data: bytes) -> None:
-        """Send a few bytes."""
-        done = 0
-        while done < len(data):
-            sent = self._wait("write", data[done:], ctypes.c_size_t(len(data) - done))
-            if sent == 0:
-                raise TimeoutError("nothing could be sent in time")
-            if sent < 0:
-                raise ConnectionError(self._why())
-            done += sent
+    def recv_into(self, room: memoryview, count: int = 0, flags: int = 0) -> int:
+        """How many bytes were read, at least one; 0 at the end."""
+        place = ctypes.byref(ctypes.c_char.from_buffer(room))
+        got = self._wait("read", place, ctypes.c_size_t(count or len(room)), flags=flags)
+        if not got:
+            raise self._late("nothing came in time", flags)
+        return max(got, 0)
+
+    def send(self, data: bytes | bytearray | memoryview, flags: int = 0) -> int:
+        """Send what the kernel takes, at least a byte."""
+        with reading_of(data) as (address, size):
+            place = ctypes.c_void_p(address)
+            sent = self._wait("write", place, ctypes.c_size_t(size), flags=flags)
+        if sent < 0:
+            raise ConnectionError(self._why())
+        if sent == 0:
+            raise self._late("nothing could be sent in time", flags)
+        return sent
+
+    def sendall(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of it, straight from its memory."""
+        with reading_of(data) as (address, size):
+            done = 0
+            while done < size:
+                place = ctypes.c_void_p(address + done)
+                sent = self._wait("write_all", place, ctypes.c_size_t(size - done))
+                if sent < 0:
+                    raise ConnectionError(self._why())
+                if sent == 0:
+                    raise self._late("nothing could be sent in time")
+                done += sent
+
+    def pending(self) -> int:
+        """Whether bytes may be read although the socket has none."""
+        return int(self._call("pending"))
 
     def peer(self) -> str:
         """The name in the other end's certificate."""
@@ -245,31 +359,58 @@ class NativeSocket:
         """The socket's number."""
         return self._fd
 
-    def setsockopt(self, level: int, option: int, value: int) -> None:
+    def getpeername(self) -> Any:
         """As of a socket."""
-        with self._lock:
-            if self._handle is None:
-                raise OSError(errno.EBADF, "the connection is closed")
-            with socket.socket(fileno=socket.dup(self._fd)) as same:
-                same.setsockopt(level, option, value)
+        with socket.socket(fileno=os.dup(self._fd)) as same:
+            return same.getpeername()
+
+    def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
+        """As of a socket."""
+        with socket.socket(fileno=os.dup(self._fd)) as same:
+            same.setsockopt(level, option, value)
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        """As of a socket."""
+        with socket.socket(fileno=os.dup(self._fd)) as same:
+            return same.getsockopt(level, option, size)
 
     def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
         """Make reads and writes of other threads end."""
-        with self._lock:
-            if self._handle is not None:
-                self._core.library.sky_connection_shut(self._handle)
+        self._library.sky_connection_shut(self.handle)
 
     def close(self) -> None:
-        """Close it, unless a link has it."""
-        handle = self.give()
-        if handle is not None:
-            self._core.library.sky_connection_free(handle)
+        """Close it, once no thread uses it; does nothing to one that a link has."""
+        self._closed = True
+        self._library.sky_connection_close(self.handle)
 
-    def give(self) -> ctypes.c_void_p | None:
-        """Leave it to the caller; None if it is not there any more."""
-        with self._lock:
-            handle, self._handle = self._handle, None
-        return handle
+
+class _Buffer(ctypes.Structure):
+    """Python's `Py_buffer`."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+@contextlib.contextmanager
+def reading_of(data: bytes | bytearray | memoryview) -> Iterator[tuple[int, int]]:
+    """The address and the length of memory that is only read: ctypes has no way for `bytes`."""
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(buffer), 0)
+    try:
+        yield buffer.buf or 0, buffer.len
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
 
 
 def _of_core(end: Any, *, to_send: bool) -> NativeSocket:
@@ -332,6 +473,11 @@ class Terms:
     """After how many seconds without a connection it ends; negative: never."""
     other: str = "the client"
     """Who should have come back by then."""
+    of_calls: bool = False
+    """Whether it carries frames: one thread reads all the time, and others look after silence."""
+
+
+CALLS = Terms(LINK_WINDOW, of_calls=True)
 
 
 _links: weakref.WeakValueDictionary[int, NativeLink] = weakref.WeakValueDictionary()
@@ -349,10 +495,13 @@ class NativeLink:
         terms: Terms,
         dial: Callable[[NativeLink], Iterator[Pair | float]] | None = None,
         attempt: int = 1,
+        add_stripes: Callable[[NativeLink, int], None] | None = None,
     ) -> None:
+        """`dial` and `add_stripes` are those of a `Link`."""
         self.first = pair
-        self.connections = self
+        self.connections = self.outgoing = self.incoming = self
         self._library, self._dial = core().library, dial
+        self._add_stripes = add_stripes
         self.attempt = attempt
         self.ending = self.ended = False
         self.why = ""
@@ -365,6 +514,7 @@ class NativeLink:
                 ctypes.c_uint64(terms.window),
                 ctypes.c_double(terms.patience),
                 terms.other.encode(),
+                int(terms.of_calls),
                 text,
                 TEXT_SIZE,
             )
@@ -374,15 +524,28 @@ class NativeLink:
             raise OSError(f"no link can be made: {text.value.decode(errors='replace')}")
         self.address = self.handle.value or 0
         """What the device's cores know the link by."""
+        self.patient = False
+        """Whether writes wait for the kernel to take them, if there is a connection."""
+        self._window = terms.window
+        self._is_far = self._is_encrypted = False
+        self.reader = 0
+        """The thread that read last; on a client, it must not wait for a count: only it reads."""
+        self._blocking, self._may_have_more = True, False
+        self._changing = threading.Lock()
+        self._again: Callable[[], None] | None = None
+        self._on_change: Callable[[bool], None] = lambda connected: None
+        self._was_connected = True
+        self._striped_attempt = 0
         _links[self.number] = self
         _start_keeper()
         self.install(pair, attempt)
 
-    def _facts(self) -> tuple[int, int, int, int]:
-        facts = (ctypes.c_uint64 * 4)()
+    def _facts(self) -> list[int]:
+        """Bytes received, on the wire, and kept; whether connected; whether not read to its end;
+        bytes that went over stripes."""
+        facts = (ctypes.c_uint64 * 6)()
         self._library.sky_link_facts(self.handle, facts)
-        received, on_wire, kept, is_connected = facts
-        return received, on_wire, kept, is_connected
+        return list(facts)
 
     @property
     def received(self) -> int:
@@ -404,31 +567,53 @@ class NativeLink:
         """Whether there is a pair that is not known to be broken."""
         return bool(self._facts()[3])
 
+    @property
+    def striped(self) -> int:
+        """How many bytes have gone over stripes from here."""
+        return self._facts()[5]
+
+    @property
+    def current(self) -> NativeLink | None:
+        """None once the pair is lost and everything that it brought has been read."""
+        return self if self._facts()[4] else None
+
     def install(self, pair: Pair, attempt: int) -> None:
         """Use this pair from now on."""
         self.attempt = attempt
+        self._is_far = round_trip(pair.sender) >= FAR_SECONDS
+        self._is_encrypted = isinstance(pair.sender, NativeSocket)
+        ends = (_of_core(pair.sender, to_send=True), _of_core(pair.receiver, to_send=False))
         self._library.sky_link_install(
             self.handle,
-            *(
-                _of_core(end, to_send=end is pair.sender).give()
-                for end in (pair.sender, pair.receiver)
-            ),
+            *(end.handle for end in ends),
             ctypes.c_uint64(pair.arrived),
             ctypes.c_uint32(attempt),
         )
+        self._tell_change()
 
     def suspend(self, attempt: int) -> int | None:
         """Stop reading, because the client makes a new pair: how many bytes have arrived."""
         received = self._library.sky_link_suspend(self.handle, ctypes.c_uint32(attempt))
+        self._tell_change()
         return None if received < 0 else int(received)
 
-    def takes_stripes(self, attempt: int) -> bool:
-        """Whether stripes may join: the bytes of such a link go over several links instead."""
-        return False
+    def watch(self, told: Callable[[bool], None]) -> None:
+        """Call `told`, on any thread, when the connection is lost (False) and made again (True)."""
+        self._on_change = told
 
-    def add_stripe(self, attempt: int, number: int, end: socket.socket, *, to_send: bool) -> None:
-        """Refuse a stripe."""
-        end.close()
+    def _tell_change(self) -> None:
+        """Tell whoever wants to know that there is a connection, or none any more."""
+        with self._changing:
+            connected = self.current is not None
+            is_news = connected != self._was_connected and not self.ended
+            self._was_connected = connected
+            again = None
+            if connected or self.ended:
+                again, self._again = self._again, None
+        if is_news:
+            self._on_change(connected)
+        if again is not None:
+            again()
 
     def reconnect(self) -> None:
         """Break a connection that seems dead, so that the client makes a new one."""
@@ -441,19 +626,180 @@ class NativeLink:
     def end(self, why: str) -> None:
         """End the link for good, without a call of `told`."""
         self._told.clear()
+        self._note_end(why)
         self._library.sky_link_end(self.handle, why.encode())
+        self._tell_change()
+
+    def _note_end(self, why: str) -> None:
+        if not self.ended:
+            self.ended, self.why = True, why
 
     def close(self) -> None:
         """End the link, and free it."""
         self._told.clear()
-        self.ended, self.why = True, self.why or "the link was closed"
+        with self._changing:
+            self._again = None
+        self._note_end("the link was closed")
         _links.pop(self.number, None)
         self._library.sky_link_free(self.handle, ctypes.c_uint64(self.number))
+
+    # Stripes.
+
+    def takes_stripes(self, attempt: int) -> bool:
+        """Whether the pair of that attempt is in use, so that stripes can join it."""
+        return bool(self._library.sky_link_takes_stripes(self.handle, ctypes.c_uint32(attempt)))
+
+    def add_stripe(self, attempt: int, number: int, end: Any, *, to_send: bool) -> None:
+        """Add a stripe."""
+        given = _of_core(end, to_send=to_send)
+        self._library.sky_link_add_stripe(
+            self.handle,
+            ctypes.c_uint32(attempt),
+            ctypes.c_uint32(number),
+            given.handle,
+            int(to_send),
+        )
+
+    def _consider_stripes(self, size: int) -> None:
+        """Ask once for stripes for a pair, before a large write, if they make it faster."""
+        attempt = self.attempt
+        if size < STRIPED_MIN or self._add_stripes is None or self._striped_attempt == attempt:
+            return
+        self._striped_attempt = attempt
+        # Several threads encrypt what one could not: if there are processors for them.
+        if self._is_far or (self._is_encrypted and (os.cpu_count() or 1) > STRIPING_PROCESSORS):
+            threading.Thread(
+                target=self._add_stripes, args=(self, attempt), name="skyward-stripes", daemon=True
+            ).start()
+
+    # Out. Small writes never wait for a connection; large ones go straight from their memory.
+
+    def send(self, data: bytes) -> None:
+        """Write a few bytes; they are sent now or later, in order."""
+        if self._library.sky_link_send(self.handle, data, len(data), self.patient) < 0:
+            raise BrokenPipeError(self._reason())
+
+    def send_parts(self, views: Sequence[memoryview]) -> None:
+        """Write many bytes; waits for a connection, and raises when the link has ended."""
+        length = sum(map(len, views))
+        is_reader = threading.get_ident() == self.reader
+        waits = length <= QUEUED_MAX and not self.connected and self.kept <= self._window
+        if (is_reader and not self.patient) or waits:
+            self.send(b"".join(views))
+            return
+        self._consider_stripes(length)
+        first, last = ctypes.c_uint64(), ctypes.c_uint64()
+        library = self._library
+        with contextlib.ExitStack() as held:
+            memory = [held.enter_context(reading_of(view)) for view in views]
+            addresses = (ctypes.c_void_p * len(memory))(*(address for address, _ in memory))
+            sizes = (ctypes.c_uint64 * len(memory))(*(size for _, size in memory))
+            outcome = library.sky_link_begin_large(
+                self.handle,
+                addresses,
+                sizes,
+                len(memory),
+                ctypes.byref(first),
+                ctypes.byref(last),
+            )
+            try:
+                while outcome == 0:
+                    outcome = library.sky_link_await_large(self.handle, last, SLICE_MILLISECONDS)
+            except BaseException:
+                # Some bytes may have been sent, and the caller may change the others from now on.
+                self.end("a write was interrupted")
+                raise
+            finally:
+                library.sky_link_finish_large(self.handle, first)
+        if outcome < 0:
+            raise BrokenPipeError(self._reason())
+
+    def wait_for_room(self, window: int = LINK_WINDOW) -> None:
+        """Wait while more than `window` bytes are kept, until half of them are counted."""
+        if self.kept <= window:
+            return
+        half = ctypes.c_uint64(window // 2)
+        while self._library.sky_link_await_room(self.handle, half, SLICE_MILLISECONDS) == 0:
+            pass
+
+    def _reason(self) -> str:
+        text = ctypes.create_string_buffer(TEXT_SIZE)
+        self._library.sky_link_why(self.handle, text, TEXT_SIZE)
+        return text.value.decode(errors="replace")
+
+    # In. One thread at a time reads.
+
+    def fileno(self) -> int:
+        """The descriptor to wait on; it is good until the connection is lost."""
+        return int(self._library.sky_link_adopt(self.handle))
+
+    def set_blocking(self, blocking: bool) -> None:
+        """Choose whether reads wait for bytes and for the next connection."""
+        self._blocking = blocking
+
+    def pending(self) -> int:
+        """Whether there may be bytes that no selector sees."""
+        return int(self._may_have_more)
+
+    def receive(self, buffer: memoryview) -> memoryview:
+        """Read some bytes; as `Incoming.receive`."""
+        self.reader = threading.get_ident()
+        wait = SLICE_MILLISECONDS if self._blocking else 0
+        room = ctypes.byref(ctypes.c_char.from_buffer(buffer))
+        while True:
+            got = self._library.sky_link_receive(self.handle, room, len(buffer), wait)
+            if got > 0:
+                self._may_have_more = got == len(buffer)
+                return buffer[:got]
+            self._may_have_more = False
+            if got == NOT_CONNECTED:
+                raise NotConnected
+            if got < 0:
+                self._note_end(self._reason())
+                raise EOFError(self.why)
+            if not self._blocking:
+                raise BlockingIOError
+
+    def fill(
+        self, views: Sequence[memoryview], told: Callable[[int], None] = lambda done: None
+    ) -> None:
+        """Read until the views are full; calls `told` now and then with the bytes read."""
+        self.reader = threading.get_ident()
+        views = [view for view in views if len(view)]
+        total = sum(map(len, views))
+        self._consider_stripes(total)
+        memory = [ctypes.c_char.from_buffer(view) for view in views]
+        addresses = (ctypes.c_void_p * len(memory))(*map(ctypes.addressof, memory))
+        sizes = (ctypes.c_uint64 * len(memory))(*map(len, views))
+        done = ctypes.c_uint64()
+        while done.value < total:
+            outcome = self._library.sky_link_receive_large(
+                self.handle,
+                addresses,
+                sizes,
+                len(memory),
+                ctypes.byref(done),
+                SLICE_MILLISECONDS,
+            )
+            if outcome < 0:
+                self._note_end(self._reason())
+                raise EOFError(self.why)
+            told(done.value)
+
+    def ready(self, again: Callable[[], None]) -> bool:
+        """Whether there is a connection to read from; if not, `again` is called when there is."""
+        with self._changing:
+            if self.current is None and not self.ended:
+                self._again = again
+                return False
+        self.fileno()
+        return True
 
     # Told by the keeper.
 
     def was_lost(self) -> None:
         """Make new connections, if this end makes them."""
+        self._tell_change()
         if self._dial is not None:
             attempts = self._dial(self)
             redialing.run(lambda: self._redial(attempts))
@@ -471,12 +817,11 @@ class NativeLink:
 
     def has_ended(self) -> None:
         """Tell whoever wants to know."""
-        text = ctypes.create_string_buffer(TEXT_SIZE)
-        self._library.sky_link_why(self.handle, text, TEXT_SIZE)
-        self.ended, self.why = True, text.value.decode(errors="replace")
+        self._note_end(self._reason())
         told, self._told = self._told, []
         for each in told:
             each(self.why)
+        self._tell_change()
 
 
 def living() -> list[int]:

@@ -11,22 +11,32 @@ using sky::Keeper;
 using sky::Link;
 
 // What a handle leads to. It stays when the link is freed: a core may still end what has ended long ago.
+template <typename T>
 struct Handle {
   std::mutex mutex;
-  std::shared_ptr<Link> link;
+  std::shared_ptr<T> held;
+  std::weak_ptr<T> was;  // what was freed, as long as a thread uses it
   const uint32_t forks = sky::forks();
+
+  // Null if it was freed, or belongs to the process that has forked this one.
+  std::shared_ptr<T> get() {
+    if (forks != sky::forks()) return nullptr;
+    std::lock_guard lock(mutex);
+    return held;
+  }
+  std::shared_ptr<T> take() {
+    if (forks != sky::forks()) return nullptr;
+    std::lock_guard lock(mutex);
+    was = held;
+    return std::move(held);
+  }
 };
 
-// The link, or null if it was freed or belongs to the process that has forked this one.
-std::shared_ptr<Link> link_of(void* handle) {
-  auto& place = *static_cast<Handle*>(handle);
-  if (place.forks != sky::forks()) return nullptr;
-  std::lock_guard lock(place.mutex);
-  return place.link;
-}
+std::shared_ptr<Link> link_of(void* handle) { return static_cast<Handle<Link>*>(handle)->get(); }
+std::shared_ptr<Connection> connection_of(void* handle) { return static_cast<Handle<Connection>*>(handle)->get(); }
 
 std::string why_none(void* handle) {
-  auto is_here = static_cast<Handle*>(handle)->forks == sky::forks();
+  auto is_here = static_cast<Handle<Link>*>(handle)->forks == sky::forks();
   return is_here ? "the link was closed" : "the link belongs to the process that has forked this one";
 }
 
@@ -138,48 +148,81 @@ void sky_context_free(void* context) { delete static_cast<std::shared_ptr<const 
 void* sky_connection_new(int fd, void* context, const char* name, char* problem, size_t size) try {
   std::shared_ptr<const sky::TlsContext> used;
   if (context) used = *static_cast<std::shared_ptr<const sky::TlsContext>*>(context);
-  return new Connection(fd, std::move(used), name);
+  auto made = std::make_shared<Connection>(fd, std::move(used), name);
+  auto* handle = new Handle<Connection>;
+  handle->held = std::move(made);
+  return handle;
 } catch (const std::exception& e) {
   tell(problem, size, e.what());
   return nullptr;
 }
 
-int sky_connection_shake(void* connection, int milliseconds) {
-  return static_cast<Connection*>(connection)->shake(milliseconds);
+int sky_connection_shake(void* handle, int milliseconds) {
+  auto connection = connection_of(handle);
+  return connection ? connection->shake(milliseconds) : Connection::kOver;
 }
 
-// How many bytes; 0 if none moved within that time; -1 at the end.
-int64_t sky_connection_read(void* connection, void* into, size_t size, int milliseconds) {
-  auto& from = *static_cast<Connection*>(connection);
-  auto n = from.read(into, size);
-  if (n == Connection::kNotNow && from.await(true, milliseconds)) n = from.read(into, size);
+// How many bytes, at least one; 0 if none moved within that time; -1 at the end.
+int64_t sky_connection_read(void* handle, void* into, size_t size, int milliseconds) {
+  auto from = connection_of(handle);
+  if (!from) return Connection::kOver;
+  auto n = from->read(into, size);
+  if (n == Connection::kNotNow && from->await(true, milliseconds)) n = from->read(into, size);
   return n;
 }
 
-int64_t sky_connection_write(void* connection, const void* data, size_t size, int milliseconds) {
-  auto& to = *static_cast<Connection*>(connection);
-  auto n = to.write(data, size);
-  if (n == Connection::kNotNow && to.await(false, milliseconds)) n = to.write(data, size);
+int64_t sky_connection_write(void* handle, const void* data, size_t size, int milliseconds) {
+  auto to = connection_of(handle);
+  if (!to) return Connection::kOver;
+  auto n = to->write(data, size);
+  if (n == Connection::kNotNow && to->await(false, milliseconds)) n = to->write(data, size);
   return n;
 }
 
-void sky_connection_peer(void* connection, char* into, size_t size) {
-  tell(into, size, static_cast<Connection*>(connection)->peer());
+// Writes as long as the kernel takes more within that time: how many bytes; -1 at the end.
+int64_t sky_connection_write_all(void* handle, const void* data, size_t size, int milliseconds) {
+  auto to = connection_of(handle);
+  auto* from = static_cast<const char*>(data);
+  size_t done = 0;
+  while (to && done < size) {
+    auto n = to->write(from + done, size - done);
+    if (n == Connection::kOver) return n;
+    if (n == Connection::kNotNow && !to->await(false, milliseconds)) break;
+    done += static_cast<size_t>(n);
+  }
+  return to ? static_cast<int64_t>(done) : Connection::kOver;
 }
 
-void sky_connection_why(void* connection, char* into, size_t size) {
-  tell(into, size, static_cast<Connection*>(connection)->why());
+// Whether bytes may be read although the socket has none.
+int sky_connection_pending(void* handle) {
+  auto connection = connection_of(handle);
+  return connection && connection->has_pending();
 }
 
-void sky_connection_shut(void* connection) { static_cast<Connection*>(connection)->shut(); }
+void sky_connection_peer(void* handle, char* into, size_t size) {
+  auto connection = connection_of(handle);
+  tell(into, size, connection ? connection->peer() : "");
+}
 
-void sky_connection_free(void* connection) { delete static_cast<Connection*>(connection); }
+void sky_connection_why(void* handle, char* into, size_t size) {
+  auto connection = connection_of(handle);
+  tell(into, size, connection ? connection->why() : "the connection was closed");
+}
 
-void* sky_link_new(uint64_t number, uint64_t window, double patience, const char* other, char* problem,
+void sky_connection_shut(void* handle) {
+  if (auto connection = connection_of(handle)) connection->shut();
+}
+
+// Threads that use it keep it until they are done.
+void sky_connection_close(void* handle) { static_cast<Handle<Connection>*>(handle)->take(); }
+
+void sky_connection_free(void* handle) { delete static_cast<Handle<Connection>*>(handle); }
+
+void* sky_link_new(uint64_t number, uint64_t window, double patience, const char* other, int is_of_calls, char* problem,
                    size_t size) try {
-  auto handle = std::make_unique<Handle>();
-  handle->link = std::make_shared<Link>(window, patience, other);
-  Keeper::instance().add(handle->link, number);
+  auto handle = std::make_unique<Handle<Link>>();
+  handle->held = std::make_shared<Link>(window, patience, other, is_of_calls);
+  Keeper::instance().add(handle->held, number);
   return handle.release();
 } catch (const std::exception& e) {
   // No descriptors are left, perhaps.
@@ -189,7 +232,8 @@ void* sky_link_new(uint64_t number, uint64_t window, double patience, const char
 
 // Takes the connections over. One of them may be missing: somebody has closed it.
 void sky_link_install(void* handle, void* out, void* in, uint64_t arrived, uint32_t attempt) {
-  std::unique_ptr<Connection> sender(static_cast<Connection*>(out)), receiver(static_cast<Connection*>(in));
+  auto sender = static_cast<Handle<Connection>*>(out)->take();
+  auto receiver = static_cast<Handle<Connection>*>(in)->take();
   if (!sender || !receiver) return;
   unless_ended(handle, [&](Link& link) {
     link.install(std::make_shared<sky::Pair>(std::move(sender), std::move(receiver), arrived, attempt));
@@ -212,25 +256,84 @@ void sky_link_reconnect(void* handle) {
 }
 
 struct LinkFacts {
-  uint64_t received, on_wire, kept, is_connected;
+  uint64_t received, on_wire, kept, is_connected, has_pair, striped;
 };
 
 void sky_link_facts(void* handle, LinkFacts* facts) {
   auto link = link_of(handle);
   *facts = {};
-  if (link) *facts = {link->received(), link->on_wire(), link->kept(), link->is_connected()};
+  if (link)
+    *facts = {link->received(), link->on_wire(), link->kept(), link->is_connected(), link->has_pair(), link->striped()};
 }
 
 void sky_link_free(void* handle, uint64_t number) {
-  auto& place = *static_cast<Handle*>(handle);
-  if (place.forks != sky::forks()) return;
-  std::shared_ptr<Link> link;
-  {
-    std::lock_guard lock(place.mutex);
-    link.swap(place.link);
-  }
+  if (static_cast<Handle<Link>*>(handle)->forks != sky::forks()) return;
+  auto link = static_cast<Handle<Link>*>(handle)->take();
   Keeper::instance().remove(number);
   if (link) link->end("the link was closed");
+}
+
+// A link of calls; all return -1 once it has ended.
+
+int64_t sky_link_send(void* handle, const void* data, uint64_t size, int patient) {
+  return unless_ended(handle, [&](Link& link) { return link.send_call(data, size, patient), 0; });
+}
+
+// Says where in the stream it begins and ends.
+int64_t sky_link_begin_large(void* handle, const void* const* data, const uint64_t* sizes, int count, uint64_t* first,
+                             uint64_t* last) {
+  return unless_ended(handle, [&](Link& link) {
+    std::vector<std::pair<const char*, uint64_t>> parts;
+    for (int i = 0; i < count; ++i) parts.emplace_back(static_cast<const char*>(data[i]), sizes[i]);
+    *last = link.begin_large(parts, *first);
+    return 0;
+  });
+}
+
+// 1 when it is out, 0 if the time has passed.
+int64_t sky_link_await_large(void* handle, uint64_t last, int milliseconds) {
+  return unless_ended(handle, [&](Link& link) { return link.await_large(last, milliseconds); });
+}
+
+void sky_link_finish_large(void* handle, uint64_t first) {
+  auto& place = *static_cast<Handle<Link>*>(handle);
+  auto link = place.get();
+  if (!link) link = place.was.lock();
+  if (link) link->finish_large(first);
+}
+
+int64_t sky_link_await_room(void* handle, uint64_t most, int milliseconds) {
+  return unless_ended(handle, [&](Link& link) { return link.await_room(most, milliseconds); });
+}
+
+int64_t sky_link_receive(void* handle, void* into, uint64_t size, int milliseconds) {
+  return unless_ended(handle, [&](Link& link) { return link.receive_call(into, size, milliseconds); });
+}
+
+int64_t sky_link_receive_large(void* handle, void* const* places, const uint64_t* sizes, int count, uint64_t* done,
+                               int milliseconds) {
+  return unless_ended(handle, [&](Link& link) {
+    std::vector<sky::Place> all;
+    for (int i = 0; i < count; ++i) all.push_back({static_cast<char*>(places[i]), sizes[i]});
+    return link.receive_large(all, *done, milliseconds), 0;
+  });
+}
+
+int sky_link_adopt(void* handle) {
+  auto link = link_of(handle);
+  return link ? link->adopt() : -1;
+}
+
+int sky_link_takes_stripes(void* handle, uint32_t attempt) {
+  auto link = link_of(handle);
+  return link && link->takes_stripes(attempt);
+}
+
+// Takes the connection over.
+void sky_link_add_stripe(void* handle, uint32_t attempt, uint32_t number, void* connection, int to_send) {
+  auto taken = static_cast<Handle<Connection>*>(connection)->take();
+  auto link = link_of(handle);
+  if (link && taken) link->add_stripe(attempt, number, std::move(taken), to_send);
 }
 
 // For one thread of Python's, which looks after all links until one of them needs Python.

@@ -95,7 +95,7 @@ int Connection::shake(int milliseconds) {
     int result = library().SSL_do_handshake(ssl_);
     if (result == 1) break;
     if (outcome(result, 0) == kOver) return kOver;
-    if (!await(!wants_write_, milliseconds_left(until))) return kNotNow;
+    if (!await(!wants_write_, milliseconds < 0 ? -1 : milliseconds_left(until))) return kNotNow;
   }
   return 1;
 }

@@ -8,17 +8,15 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <thread>
-#include <utility>
+
+#include "crew.h"
 
 namespace sky {
 namespace {
 
-constexpr uint64_t kIsCount = 1ULL << 63, kPartMost = 4 << 20, kPart = 1 << 20;
-constexpr int kStripeBit = 32;
+constexpr uint64_t kPart = 1 << 20;
 constexpr uint64_t kCountEvery = 1 << 20;
 constexpr uint64_t kChunk = 64 << 10;
-constexpr size_t kTlsRecord = 16 << 10, kTlsOverhead = 22;
 // How many bytes may come that nobody has taken; an honest other end sends fewer.
 constexpr uint64_t kHeldMost = 64 << 20;
 constexpr size_t kForLater = 128 << 10;
@@ -36,11 +34,6 @@ constexpr int kCountMilliseconds = 2;
 constexpr auto kSpin = std::chrono::microseconds(60);
 constexpr ssize_t kSmall = 4 << 10;
 
-uint64_t size_on_wire(uint64_t part) {
-  auto written = part + 8;
-  return written + (written + kTlsRecord - 1) / kTlsRecord * kTlsOverhead;
-}
-
 std::shared_ptr<void> memory_of(uint64_t size) {
   auto* made = std::malloc(size);
   if (!made) throw std::bad_alloc();
@@ -55,33 +48,37 @@ std::string number(double value) {
 
 }  // namespace
 
-Link::Link(uint64_t window, double patience, std::string other)
-    : window_(window), patience_(patience), other_(std::move(other)) {}
+Link::Link(uint64_t window, double patience, std::string other, bool is_of_calls)
+    : window_(window), patience_(patience), other_(std::move(other)), is_of_calls_(is_of_calls) {}
 
 Link::~Link() { end("the link was closed"); }
 
 // Out.
 
-// Waits for something that needs sending or the other end's counts; does both meanwhile if no other thread does.
-template <typename F>
-void Link::await(Lock& lock, F&& ready, int milliseconds) {
+// Waits for something that needs sending or the other end's counts; does both meanwhile if no other thread does. False
+// if the time has passed before.
+bool Link::await(Lock& lock, const std::function<bool()>& ready, int milliseconds, bool may_stripe) {
+  auto until = Clock::now() + std::chrono::milliseconds(milliseconds);
   for (;;) {
     check();
-    if (ready()) return;
-    push(lock, false);
-    if (ready()) return;
+    if (ready()) return true;
+    push(lock, false, may_stripe);
+    if (ready()) return true;
     // TLS may hold more than one read takes, and no poll sees it.
-    if (pair_ && !reading_ && take(lock, nullptr, 0, 0, true)) continue;
-    if (ready()) return;
+    if (pair_ && !reading_ && !is_of_calls_ && take(lock, nullptr, 0, 0, true)) continue;
+    if (ready()) return true;
+    auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+    if (milliseconds >= 0 && left <= 0) return false;
+    auto wait = milliseconds < 0 ? kLookMilliseconds : static_cast<int>(std::min<long>(left, kLookMilliseconds));
     auto pair = pair_;
-    bool writes = pair && !pair->broken && !pushing_ && sent_ < end_, reads = pair && !reading_;
+    bool writes = pair && !pair->broken && !pushing_ && sent_ < end_, reads = pair && !reading_ && !is_of_calls_;
     if (!writes && !reads) {
-      changed_.wait_for(lock, std::chrono::milliseconds(milliseconds));
+      changed_.wait_for(lock, std::chrono::milliseconds(wait));
       continue;
     }
     pollfd watched[]{{writes ? pair->out->fd() : -1, POLLOUT, 0}, {reads ? pair->in->fd() : -1, POLLIN, 0}};
     lock.unlock();
-    ::poll(watched, 2, milliseconds);
+    ::poll(watched, 2, wait);
     lock.lock();
   }
 }
@@ -122,22 +119,11 @@ void Link::send_large(const std::vector<std::pair<const char*, uint64_t>>& parts
       }
     auto last = end_;
     await(lock, [&] { return sent_ >= last; });
-    // Nobody may use the caller's memory afterwards: what is not counted is copied. A near end that reads counts most
-    // of it while this waits, which costs less than copies of it all.
-    auto heard = Clock::now();
-    auto is_stalled = [&, before = counted_]() mutable {
-      if (std::exchange(before, counted_) != counted_) heard = Clock::now();
-      return Clock::now() - heard >= std::chrono::milliseconds(kCountMilliseconds);
-    };
-    if (!owner) await(lock, [&] { return last <= counted_ + kCountEvery || is_stalled(); }, kCountMilliseconds);
+    // A near end that reads counts most of it while this waits, which costs less than copies of it all.
+    for (bool is_heard = !owner; is_heard && last > counted_ + kCountEvery;)
+      is_heard = await(lock, [&, before = counted_] { return counted_ != before; }, kCountMilliseconds);
     while (pushing_) changed_.wait(lock);
-    for (auto& piece : pieces_) {
-      if (piece.owner || piece.start < first) continue;
-      auto copy = memory_of(piece.size);
-      std::memcpy(copy.get(), piece.data, piece.size);
-      piece.data = static_cast<const char*>(copy.get());
-      piece.owner = std::move(copy);
-    }
+    own(first);
   } catch (const std::exception& e) {
     // The link has ended, so nothing is sent any more; but another thread may be in the middle of a write.
     if (!lock.owns_lock()) lock.lock();
@@ -149,6 +135,22 @@ void Link::send_large(const std::vector<std::pair<const char*, uint64_t>>& parts
   used_ = Clock::now();
   lock.unlock();
   Keeper::instance().used();
+}
+
+// With the lock: nobody may use the memory of others afterwards, so what is not counted is copied.
+void Link::own(uint64_t first) {
+  for (auto& piece : pieces_) {
+    if (piece.owner || piece.start < first) continue;
+    // The end of a long piece may be all that is left of it.
+    auto gone = std::min(piece.size, std::max(std::min(counted_, sent_), piece.start) - piece.start);
+    piece.data += gone;
+    piece.start += gone;
+    piece.size -= gone;
+    auto copy = memory_of(std::max<uint64_t>(piece.size, 1));
+    std::memcpy(copy.get(), piece.data, piece.size);
+    piece.data = static_cast<const char*>(copy.get());
+    piece.owner = std::move(copy);
+  }
 }
 
 // Copies bytes to the last piece, if it has room, else to a new one.
@@ -182,12 +184,16 @@ const char* Link::unsent(uint64_t position, uint64_t& size, std::shared_ptr<void
 
 // Sends what is due, unless another thread does: that one sends this, too. Without `waits`, as much as the kernel
 // takes; the keeper sends the rest.
-void Link::push(Lock& lock, bool waits) {
+void Link::push(Lock& lock, bool waits, bool may_stripe) {
   if (pushing_) return;
   pushing_ = true;
   try {
     while (auto pair = pair_) {
-      if (pair->broken || ended_ || !push_one(lock, *pair, waits)) break;
+      if (pair->broken || ended_) break;
+      auto until = pair->joint_size || pair->part_left ? 0 : stripes_until();
+      // Stripes make their thread wait: it must be the one that has the bytes.
+      if (until && !may_stripe && !count_due_) break;
+      if (!(until && may_stripe ? push_striped(lock, *pair, until) : push_one(lock, *pair, waits))) break;
     }
   } catch (...) {
     pushing_ = false;
@@ -272,6 +278,7 @@ void Link::heard_count(uint64_t count) {
 // Pieces that have arrived, unless they are being sent again or the last one has room.
 void Link::forget_counted(std::vector<std::shared_ptr<void>>& dropped) {
   auto until = std::min(counted_, sent_);
+  while (!striped_.empty() && striped_.front().second <= until) striped_.pop_front();
   while (!pieces_.empty()) {
     auto& first = pieces_.front();
     if (first.start + first.size > until || (pieces_.size() == 1 && first.room)) return;
@@ -282,44 +289,51 @@ void Link::forget_counted(std::vector<std::shared_ptr<void>>& dropped) {
 
 // In.
 
+// Reads up to the next part of the stream: 1 if there is one, or as a connection's `read` says.
+ssize_t Link::read_head(Pair& pair) {
+  while (!pair.left) {
+    auto n = pair.in->read(pair.head.data() + pair.head_size, pair.head.size() - pair.head_size);
+    if (n <= 0) return n;
+    if ((pair.head_size += static_cast<size_t>(n)) < pair.head.size()) continue;
+    pair.head_size = 0;
+    uint64_t value;
+    std::memcpy(&value, pair.head.data(), 8);
+    if (value & kIsCount) {
+      Lock lock(mutex_);
+      if (pair_.get() == &pair) {
+        heard_ = Clock::now();
+        heard_count(value & ~kIsCount);
+      }
+      if (ended_) return Connection::kOver;
+      continue;
+    }
+    auto size = value & ((1ULL << kStripeBit) - 1);
+    if (!size || size > kPartMost) {
+      end("a record of " + std::to_string(size) + " bytes; the limit is " + std::to_string(kPartMost));
+      return Connection::kOver;
+    }
+    pair.left = size;
+    pair.stripe = static_cast<uint32_t>(value >> kStripeBit);
+  }
+  return 1;
+}
+
 // Bytes of the stream that have come, at least one; or as a connection's `read` says. For the thread that reads. With
 // no room, 1 if there are bytes.
 ssize_t Link::read(Pair& pair, char* into, size_t size) {
   size_t got = 0;
   for (;;) {
-    ssize_t n;
-    if (pair.left && !size) return 1;
-    if (pair.left) {
-      n = pair.in->read(into + got, std::min<uint64_t>(pair.left, size - got));
-      if (n > 0) {
-        pair.left -= static_cast<uint64_t>(n);
-        got += static_cast<size_t>(n);
-      }
-    } else {
-      n = pair.in->read(pair.head.data() + pair.head_size, pair.head.size() - pair.head_size);
-      if (n > 0 && (pair.head_size += static_cast<size_t>(n)) == pair.head.size()) {
-        pair.head_size = 0;
-        uint64_t value;
-        std::memcpy(&value, pair.head.data(), 8);
-        if (value & kIsCount) {
-          Lock lock(mutex_);
-          if (pair_.get() == &pair) {
-            heard_ = Clock::now();
-            heard_count(value & ~kIsCount);
-          }
-          if (ended_) return Connection::kOver;
-        } else if (!value || value > kPartMost) {
-          end(value >> kStripeBit
-                  ? "a frame begins on stripe " + std::to_string(value >> kStripeBit)
-                  : "a record of " + std::to_string(value) + " bytes; the limit is " + std::to_string(kPartMost));
-          return Connection::kOver;
-        } else {
-          pair.left = value;
-        }
-      }
+    auto n = read_head(pair);
+    if (n > 0 && pair.stripe) {
+      end("a frame begins on stripe " + std::to_string(pair.stripe));
+      return Connection::kOver;
     }
+    if (n > 0 && !size) return 1;
+    if (n > 0) n = pair.in->read(into + got, std::min<uint64_t>(pair.left, size - got));
     if (n <= 0) return got ? static_cast<ssize_t>(got) : n;
-    if (got && (got == size || !pair.in->has_pending())) return static_cast<ssize_t>(got);
+    pair.left -= static_cast<uint64_t>(n);
+    got += static_cast<size_t>(n);
+    if (got == size || !pair.in->has_pending()) return static_cast<ssize_t>(got);
   }
 }
 
@@ -500,6 +514,8 @@ void Link::end_locked(const std::string& why, bool told) noexcept {
   ended_ = true;
   why_ = why;
   if (pair_) pair_->cut();
+  // Its sockets are closed once nobody uses them: until then the other end could go on sending.
+  pair_ = nullptr;
   changed_.notify_all();
   if (told) Keeper::instance().tell(this, Keeper::kEnded);
 }
@@ -517,6 +533,11 @@ std::string Link::why() const {
 bool Link::is_connected() const {
   Lock lock(mutex_);
   return pair_ && !pair_->broken;
+}
+
+bool Link::has_pair() const {
+  Lock lock(mutex_);
+  return pair_ != nullptr;
 }
 
 uint64_t Link::received() const {
@@ -537,7 +558,7 @@ void Link::look(Clock::time_point now) {
       end_locked("its connection was lost, and " + other_ + " did not come back within " + number(patience_) + " s");
     return;
   }
-  if (now - beat_ >= kBeat) {
+  if (!is_of_calls_ && now - beat_ >= kBeat) {
     beat_ = now;
     count_due_ = true;
     if (now - heard_ > kSilence) pair_->cut();
@@ -546,7 +567,8 @@ void Link::look(Clock::time_point now) {
   push(lock, false);
   // Nobody has read for a moment: counts may have come that a thread waits for, or the end. Somebody who only sends
   // uses the link all the time, and does not hear the other end's counts.
-  while (!ended_ && pair_ && !reading_ && (pair_->broken || now - used_ >= kSoon || now - heard_ >= kQuiet))
+  while (!is_of_calls_ && !ended_ && pair_ && !reading_ &&
+         (pair_->broken || now - used_ >= kSoon || now - heard_ >= kQuiet))
     if (!take(lock, nullptr, 0, 0, true)) break;
 }
 
@@ -647,11 +669,14 @@ void Keeper::watch() {
     auto pair = link->pair_;
     if (!pair) continue;
     pairs.push_back(pair);
+    // What goes over stripes has a thread that waits for it.
+    bool writes =
+        (link->sent_ < link->end_ || pair->joint_size) && !link->pushing_ && !pair->broken && !link->stripes_until();
+    if (writes) watched.push_back({pair->out->fd(), POLLOUT, 0});
+    if (link->is_of_calls_) continue;
     if (now - link->used_ < kQuiet) is_quiet = false;
     next = std::min(next, link->beat_ + kBeat);
     if (now - link->used_ >= kSoon && !link->reading_) watched.push_back({pair->in->fd(), POLLIN, 0});
-    if ((link->sent_ < link->end_ || pair->joint_size) && !link->pushing_ && !pair->broken)
-      watched.push_back({pair->out->fd(), POLLOUT, 0});
   }
   if (!is_quiet) next = std::min(next, now + kSoon);
   links.clear();
@@ -667,79 +692,7 @@ void Keeper::watch() {
 
 namespace {
 
-// Threads that help with long transfers; they stay.
-class Crew {
- public:
-  static Crew& instance();
-
-  // Runs all of them, the first one on this thread; throws what the first of them throws.
-  void run(const std::vector<std::function<void()>>& tasks) {
-    struct Shared {
-      std::mutex mutex;
-      std::condition_variable done;
-      size_t left;
-      std::exception_ptr failure;
-    };
-    Shared shared{{}, {}, tasks.size() - 1, nullptr};
-    auto finish = [&](const std::function<void()>& task, bool is_own) {
-      std::exception_ptr failure;
-      try {
-        task();
-      } catch (...) {
-        failure = std::current_exception();
-      }
-      std::lock_guard lock(shared.mutex);
-      if (failure && !shared.failure) shared.failure = failure;
-      if (!is_own && !--shared.left) shared.done.notify_all();
-    };
-    for (size_t i = 1; i < tasks.size(); ++i) give([&, i] { finish(tasks[i], false); });
-    finish(tasks.front(), true);
-    std::unique_lock lock(shared.mutex);
-    shared.done.wait(lock, [&] { return !shared.left; });
-    if (shared.failure) std::rethrow_exception(shared.failure);
-  }
-
- private:
-  void give(std::function<void()> task) {
-    std::unique_lock lock(mutex_);
-    tasks_.push_back(std::move(task));
-    if (tasks_.size() <= idle_) return changed_.notify_one();
-    try {
-      std::thread([this] { work(); }).detach();
-    } catch (const std::system_error&) {
-      // No more threads: this one does it.
-      auto own = std::move(tasks_.back());
-      tasks_.pop_back();
-      lock.unlock();
-      own();
-    }
-  }
-
-  void work() {
-    std::unique_lock lock(mutex_);
-    for (;;) {
-      while (tasks_.empty()) {
-        ++idle_;
-        changed_.wait(lock);
-        --idle_;
-      }
-      auto task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-      lock.lock();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;
-  size_t idle_ = 0;
-};
-
 std::atomic<Crew*> crew = nullptr;
-Crew& Crew::instance() { return only(crew); }
-
 std::atomic<uint32_t> forks_of_process = 0;
 // A child has none of these threads: it gets others when it makes links of its own.
 [[maybe_unused]] const int is_told_of_forks = ::pthread_atfork(nullptr, nullptr, [] {
@@ -763,6 +716,8 @@ std::vector<std::vector<std::pair<Byte*, uint64_t>>> stripes(size_t links, Byte*
 }
 
 }  // namespace
+
+Crew& Crew::instance() { return only(crew); }
 
 uint32_t forks() noexcept { return forks_of_process; }
 

@@ -3,6 +3,10 @@
 // Whoever writes encrypts and sends on its own thread, and whoever reads reads on its own. Where a thread waits for the
 // other end's counts it reads meanwhile, if nobody else does, and keeps the bytes for later. What no thread waits for,
 // the keeper does: one thread for all links of the process.
+//
+// A link of calls is another matter: it has one reader, which reads all the time, so that nobody else does, and which
+// takes a connection for lost only when it ends: others look after silence there. Its large writes may go over stripes,
+// too, further connections of the pair, each encrypted by a thread of its own.
 #pragma once
 
 #include <array>
@@ -11,6 +15,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,30 +27,47 @@ namespace sky {
 
 using Clock = std::chrono::steady_clock;
 
+// Records: a count, or a part of the stream, which a stripe may carry.
+constexpr uint64_t kIsCount = 1ULL << 63, kPartMost = 4 << 20;
+constexpr int kStripeBit = 32;
+// How often a thread that waits looks whether something else has happened.
+constexpr int kLookMilliseconds = 100;
+constexpr size_t kTlsRecord = 16 << 10, kTlsOverhead = 22;
+
+inline uint64_t size_on_wire(uint64_t part) {
+  auto written = part + 8;
+  return written + (written + kTlsRecord - 1) / kTlsRecord * kTlsOverhead;
+}
+
 class LinkEnded : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Two connections that carry a link for a while. Only the thread that sends, or reads, touches that half.
+// Two connections that carry a link for a while, and stripes. Only the thread that sends, or reads, touches that half.
 struct Pair {
-  Pair(std::unique_ptr<Connection> sender, std::unique_ptr<Connection> receiver, uint64_t arrived, uint32_t attempt)
+  Pair(std::shared_ptr<Connection> sender, std::shared_ptr<Connection> receiver, uint64_t arrived, uint32_t attempt)
       : out(std::move(sender)), in(std::move(receiver)), arrived(arrived), attempt(attempt) {}
 
+  // With the link's lock.
   void cut() noexcept {
     broken = true;
     out->shut();
     in->shut();
+    for (auto* more : {&more_out, &more_in})
+      for (auto& [number, connection] : *more) connection->shut();
   }
 
-  const std::unique_ptr<Connection> out, in;
-  const uint64_t arrived;  // of our stream, when the pair was made
+  const std::shared_ptr<Connection> out, in;
+  std::map<uint32_t, std::shared_ptr<Connection>> more_out, more_in;  // the stripes; with the link's lock
+  const uint64_t arrived;                                             // of our stream, when the pair was made
   const uint32_t attempt;
   std::atomic<bool> broken = false;  // nothing more is sent over it
   Clock::time_point failed_at{};
 
-  // Reading: what is left of a part, or the first bytes of the next record.
+  // Reading: what is left of a part, and the stripe that carries it, or the first bytes of the next record.
   uint64_t left = 0;
+  uint32_t stripe = 0;
   std::array<char, 8> head{};
   size_t head_size = 0;
 
@@ -63,10 +85,16 @@ struct Piece {
   uint64_t room = 0;            // after the bytes, for more; none if the memory is somebody else's
 };
 
+// Memory for arriving bytes.
+struct Place {
+  char* data;
+  uint64_t size;
+};
+
 class Link : public std::enable_shared_from_this<Link> {
  public:
   // Keeps at most `window` bytes that are not counted. A link without a connection ends after `patience` seconds.
-  Link(uint64_t window, double patience, std::string other);
+  Link(uint64_t window, double patience, std::string other, bool is_of_calls);
   ~Link();
 
   // Keeps a copy. Waits while the window is full, unless `at_once` is set: then returns how many bytes were taken.
@@ -78,6 +106,28 @@ class Link : public std::enable_shared_from_this<Link> {
   void receive_all(void* into, uint64_t size);
   bool await_bytes(int milliseconds);
 
+  // A link of calls.
+
+  // Keeps a copy, however much is kept. If `patient`, waits until the kernel has it, or the connection is lost.
+  void send_call(const void* data, uint64_t size, bool patient);
+  // A large write straight from the caller's memory: begins it and says where it ends; waits so long for it; and ends
+  // it, after which nobody uses that memory.
+  uint64_t begin_large(const std::vector<std::pair<const char*, uint64_t>>& parts, uint64_t& first);
+  bool await_large(uint64_t last, int milliseconds);
+  void finish_large(uint64_t first);
+  // Waits until at most so many bytes are kept; false if the time has passed.
+  bool await_room(uint64_t most, int milliseconds);
+  static constexpr int64_t kNotConnected = -2;
+  // How many bytes have come; 0 if none within that time; `kNotConnected` if none can come, and the caller does not
+  // wait.
+  int64_t receive_call(void* into, uint64_t size, int milliseconds);
+  // Reads on until all places are full or the time has passed; `done` is how far it got.
+  void receive_large(const std::vector<Place>& places, uint64_t& done, int milliseconds);
+  // The socket to wait on for bytes until the reader has found the pair lost; -1 if there is none now.
+  int adopt();
+  bool takes_stripes(uint32_t attempt) const;
+  void add_stripe(uint32_t attempt, uint32_t number, std::shared_ptr<Connection> connection, bool to_send);
+
   // The connections, one pair after the other.
   void install(std::shared_ptr<Pair> pair);
   // The client makes a new pair: how many bytes have arrived, or -1 if that pair is not to be.
@@ -87,6 +137,9 @@ class Link : public std::enable_shared_from_this<Link> {
   void end(const std::string& why, bool told = true) noexcept;
   std::string why() const;
   bool is_connected() const;
+  bool has_pair() const;
+  // How many bytes went over stripes.
+  uint64_t striped() const { return striped_bytes_.load(std::memory_order_relaxed); }
   uint64_t received() const;
   uint64_t on_wire() const { return on_wire_.load(std::memory_order_relaxed); }
   uint64_t kept() const;
@@ -94,21 +147,28 @@ class Link : public std::enable_shared_from_this<Link> {
  private:
   friend class Keeper;
   using Lock = std::unique_lock<std::mutex>;
-  static constexpr int kLookMilliseconds = 100;
 
   void check() const {
     if (ended_) throw LinkEnded(why_);
   }
   void append(const char* data, uint64_t size);
-  void push(Lock& lock, bool waits);
+  void push(Lock& lock, bool waits, bool may_stripe = false);
   bool push_one(Lock& lock, Pair& pair, bool waits);
+  uint64_t stripes_until() const;
+  bool push_striped(Lock& lock, Pair& pair, uint64_t until);
+  bool push_heads(Pair& pair, std::string& heads);
   const char* unsent(uint64_t position, uint64_t& size, std::shared_ptr<void>& owner) const;
-  template <typename F>
-  void await(Lock& lock, F&& ready, int milliseconds = kLookMilliseconds);
+  bool await(Lock& lock, const std::function<bool()>& ready, int milliseconds = -1, bool may_stripe = false);
+  void own(uint64_t first);
   void heard_count(uint64_t count);
   void forget_counted(std::vector<std::shared_ptr<void>>& dropped);
+  ssize_t read_head(Pair& pair);
   ssize_t read(Pair& pair, char* into, size_t size);
   bool await_soon(const Connection& in, int milliseconds);
+  uint64_t read_places(Pair& pair, const std::vector<Place>& places, uint64_t from, Clock::time_point until,
+                       bool& over);
+  std::shared_ptr<Connection> stripe(Pair& pair, uint32_t number);
+  bool await_pair(Lock& lock, Clock::time_point until);
   uint64_t take(Lock& lock, char* into, uint64_t size, int milliseconds, bool for_later);
   void tell_taken();
   void lose(const std::shared_ptr<Pair>& pair);
@@ -118,9 +178,10 @@ class Link : public std::enable_shared_from_this<Link> {
   const uint64_t window_;
   const double patience_;
   const std::string other_;
+  const bool is_of_calls_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::shared_ptr<Pair> pair_;
+  std::shared_ptr<Pair> pair_, adopted_;  // the newest; and the one that the reader of calls knows
   uint32_t attempt_ = 0;
   Clock::time_point lost_at_ = Clock::now(), heard_ = Clock::now(), used_ = Clock::now(), beat_ = Clock::now();
   bool ended_ = false;
@@ -129,8 +190,9 @@ class Link : public std::enable_shared_from_this<Link> {
   // Out: pieces from `counted_` to `end_`, of which `sent_` went over this pair.
   std::deque<Piece> pieces_;
   uint64_t counted_ = 0, sent_ = 0, end_ = 0;
+  std::deque<std::pair<uint64_t, uint64_t>> striped_;  // from where to where stripes may carry the stream
   bool pushing_ = false, count_due_ = false;
-  std::atomic<uint64_t> on_wire_ = 0;
+  std::atomic<uint64_t> on_wire_ = 0, striped_bytes_ = 0;
 
   // In: `received_` bytes have come, of which the inbox holds those that nobody has taken.
   uint64_t received_ = 0, told_ = 0;

@@ -21,9 +21,12 @@ class Connections:
     """
 
     def __init__(
-        self, pair: Pair, attempt: int, add_stripes: Callable[[Pair], None] | None = None
+        self,
+        pair: Pair,
+        attempt: int,
+        add_stripes: Callable[[Connections, int], None] | None = None,
     ) -> None:
-        """`add_stripes` connects stripes for a pair; only the client has it."""
+        """`add_stripes` connects stripes for the pair of an attempt; only the client has it."""
         self._add_stripes = add_stripes
         self._on_change: Callable[[bool], None] = lambda connected: None
         self.current: Pair | None = pair
@@ -133,7 +136,10 @@ class Connections:
             pair.stripes_asked = True
             if pair.is_far:
                 threading.Thread(
-                    target=self._add_stripes, args=(pair,), name="skyward-stripes", daemon=True
+                    target=self._add_stripes,
+                    args=(self, pair.attempt),
+                    name="skyward-stripes",
+                    daemon=True,
                 ).start()
 
     def takes_stripes(self, attempt: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from skyward.errors import ProtocolError
 from skyward.wire.link.connections import Connections
@@ -100,8 +100,16 @@ class Incoming:
                 pair.left -= taken
         return memoryview(parts)
 
-    def fill(self, view: memoryview, told: Callable[[int], None] = lambda done: None) -> None:
-        """Read until the view is full; calls `told` now and then with the number of bytes read."""
+    def fill(
+        self, views: Sequence[memoryview], told: Callable[[int], None] = lambda done: None
+    ) -> None:
+        """Read until the views are full; calls `told` now and then with the bytes read."""
+        before = 0
+        for view in views:
+            self._fill(view, lambda done, before=before: told(before + done))  # type: ignore[misc]
+            before += len(view)
+
+    def _fill(self, view: memoryview, told: Callable[[int], None]) -> None:
         done = 0
         if len(view) >= STRIPED_MIN:
             self._connections.consider_stripes(self._connections.reading)

@@ -34,7 +34,7 @@ class Link:
         pair: Pair,
         dial: Callable[[Connections], Iterator[Pair | float]] | None = None,
         attempt: int = 1,
-        add_stripes: Callable[[Pair], None] | None = None,
+        add_stripes: Callable[[Connections, int], None] | None = None,
     ) -> None:
         """`dial` makes the next pair: it yields the pair, or how many seconds to wait before its
         next attempt. `add_stripes` connects stripes for a pair. Only the client gives these two.

@@ -139,7 +139,7 @@ class Pair:
     @property
     def is_far(self) -> bool:
         """Whether the round trip is so long that one connection may not be enough."""
-        return _round_trip(self.sender) >= FAR_SECONDS
+        return round_trip(self.sender) >= FAR_SECONDS
 
     @property
     def is_striped(self) -> bool:
@@ -188,7 +188,7 @@ class Pair:
             self.source = self._in[number]
 
 
-def _round_trip(end: socket.socket) -> float:
+def round_trip(end: socket.socket) -> float:
     """Seconds of the shortest round trip that the kernel has seen; 0 where the kernel is silent.
 
     The shortest is the right one: a busy machine or a full buffer makes the others longer.

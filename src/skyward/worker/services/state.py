@@ -43,7 +43,7 @@ class RemoteSession(Session):
         super().__init__()
         self.channel = channel
         self.sender, self.receiver = channel.detach()
-        self.encrypted = isinstance(self.sender, ssl.SSLSocket)
+        self.encrypted = channel.is_encrypted
         self.unsent = bytearray()
         self.blocked = False
         """Whether the connection did not take all answers at once."""
