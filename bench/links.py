@@ -31,7 +31,8 @@ from training import QUIET, mlp, stepper
 import skyward as sky
 from skyward.device.meeting import BACKLOGS
 from skyward.device.peers import CARRIERS
-from skyward.wire.handshake import Authority
+from skyward.wire.handshake import CONNECTIONS, Authority
+from skyward.wire.native import STRIPING_PROCESSORS
 
 MIB = 2**20
 KIND = sys.argv[sys.argv.index("--device") + 1] if "--device" in sys.argv else "cpu"
@@ -286,6 +287,60 @@ def batches(size: Size) -> Sequence[Row]:
     ]
 
 
+@sky.function
+def _nothing(*values: object) -> None:
+    """Take some arguments."""
+
+
+def calls(size: Size) -> Sequence[Row]:
+    """Calls over TLS: one of nothing, and one with a large argument."""
+    processors = os.cpu_count() or 1
+    streams = CONNECTIONS - 1 if processors > STRIPING_PROCESSORS else 1
+    argument = torch.randn(size.payload // 4)
+    with (
+        sky.Compute(sky.Local(transport="tcp"), options=QUIET) as far,
+        sky.Compute(options=QUIET) as near,
+        plain(1) as one,
+        plain(streams) as floor,
+    ):
+
+        def no_op(compute: sky.Compute) -> float:
+            calls = sorted(timed(lambda: _nothing() >> compute) for _ in range(size.pings))
+            return calls[size.pings // 2]
+
+        def large() -> float:
+            argument[0] += 1  # what a worker has got is not sent again
+            return timed(lambda: _nothing(argument) >> far)
+
+        small = interleave(
+            {
+                "tls": lambda: no_op(far),
+                "unix": lambda: no_op(near),
+                "ping": lambda: one.ask("ping", size.pings)[0],
+            },
+            rounds=size.rounds,
+        )
+        samples = interleave(
+            {"ours": large, "floor": lambda: floor.ask("send", size.payload)[0]},
+            rounds=size.rounds,
+        )
+    pairs = zip(small["unix"].values, small["ping"].values, strict=True)
+    allowed = Sample(tuple(call + 1.5 * ping for call, ping in pairs))
+    ours, theirs = (samples[name].per(size.payload, "B/s") for name in ("ours", "floor"))
+    what = f"{size.payload // MIB} MiB as an argument over TLS"
+    against = f"{streams} plain C++ stream{'s' * (streams > 1)} over TLS"
+    return [
+        compared(
+            "a no-op call over TLS",
+            small["tls"],
+            "over a Unix socket, and 1.5 ping-pongs",
+            allowed,
+            "<= 1x",
+        ),
+        compared(what, ours, against, theirs, ">= 0.9x"),
+    ]
+
+
 def forwarded(size: Size) -> Sequence[Row]:
     """A call to a pod, through the API server."""
     from pods import forwarded_calls
@@ -304,6 +359,7 @@ if __name__ == "__main__":
         del sys.argv[at : at + 2]
     measurements = [
         latency,
+        calls,
         bulk,
         between_nodes,
         batches,
