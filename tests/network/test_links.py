@@ -31,7 +31,7 @@ from skyward.wire.link import pair as pairs
 from skyward.wire.link.outgoing import LINK_WINDOW
 from skyward.wire.link.pair import IS_COUNT, RECORD, RECORD_MAX, STRIPE_BIT, Pair
 from skyward.wire.listener import Listener
-from skyward.wire.messages import Hello, Item, Payload, Ping
+from skyward.wire.messages import Hello, Item, Payload, Ping, Result
 from skyward.wire.native import NativeLink
 
 from ..conftest import has_compiler, other_case
@@ -191,6 +191,33 @@ def test_several_threads_encrypt_a_large_write_where_there_are_processors(
         return bool(client.striped and worker.striped)
 
     eventually(are_used)
+
+
+@pytest.mark.parametrize("ends", [pytest.param(("native", "native"), marks=NATIVE)], indirect=True)
+def test_a_result_is_taken_alone_and_what_comes_with_it_stays(
+    ends: Ends, eventually: Eventually
+) -> None:
+    client, worker = ends.client, ends.worker
+    client.set_blocking(False)
+    assert client.ready(lambda: None)
+    result = Result(7, 0.0, Payload(3))
+    worker.send_many([(result, [b"abc"]), (Ping(1), [])])
+    taken = None
+
+    def is_taken() -> bool:
+        nonlocal taken
+        taken = client.take_result(7)
+        return taken is not None
+
+    eventually(is_taken)
+    assert taken is not None
+    assert bytes(taken[1]) == b"abc"
+    assert client.has_rest
+    assert [frame.kind for frame in client.poll()] == [Ping.KIND]
+    worker.send_many([(Ping(2), []), (result, [b"abc"])])
+    eventually(lambda: client.native_link.peek(memoryview(bytearray(1000))) > 0)
+    assert client.take_result(7) is None
+    assert [frame.kind for frame in client.poll()] == [Ping.KIND, Result.KIND]
 
 
 def test_who_waits_for_room_does_not_wait_for_a_closed_connection(ends: Ends) -> None:

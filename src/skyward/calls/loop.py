@@ -181,8 +181,8 @@ class Loop:
         """
         with self._watching:
             descriptor = self._descriptors.get(channel, -1)
-            known = descriptor >= 0 and channel not in self.lent
-            if not (known and channel.shares_memory and kernel.HAS_EPOLL):
+            known = descriptor >= 0 and channel not in self.lent and not channel.has_rest
+            if not (known and channel.can_take_results and kernel.HAS_EPOLL):
                 return None
             try:
                 self._poller.modify(descriptor, 0)
@@ -208,6 +208,16 @@ class Loop:
                 except (OSError, ValueError):
                     # It is closed, and somebody forgets it; or the loop has stopped.
                     return
+                if channel.has_rest:
+                    self.call_soon(_bound(self._read_rest, channel))
+
+    def _read_rest(self, channel: Channel) -> None:
+        """Read what a borrower has looked at and not taken: no poller reports that."""
+        with self._watching:
+            watched = self._watched.get(self._descriptors.get(channel, -1))
+        if watched is not None and channel not in self.lent:
+            channel.has_rest = False
+            self._deliver(*watched, channel.poll)
 
     def _take_back_unused(self, now: float) -> None:
         """Take the channels back whose borrowers were interrupted; now and then, all of them.

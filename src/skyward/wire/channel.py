@@ -72,6 +72,11 @@ class Channel:
         """Whether bytes may have come that no selector sees."""
         # Two plain connections lead to another machine, through a provider's own transport.
         self.shares_memory = link is None and receiver is None and sender.family == socket.AF_UNIX
+        native = isinstance(link, NativeLink) and link.is_of_calls
+        self.can_take_results = self.shares_memory or native
+        """Whether a thread that a Ctrl-C may interrupt can read a result: see `take_result`."""
+        self.has_rest = False
+        """Whether that thread may have left bytes here that no selector sees."""
         self._decoder = decoder or FrameDecoder()
         self._send_lock = threading.Lock()
         self.reading = threading.Lock()
@@ -277,15 +282,19 @@ class Channel:
     def take_result(self, task: int) -> tuple[Result, memoryview] | None:
         """The result of a task and its pickle, if they have come and are small; else takes nothing.
 
-        Only for a channel that shares memory. Unlike the other methods that read, this one is for
-        threads that a Ctrl-C may interrupt: it looks at the bytes that have come, and takes them
-        with its last system call. So no other frame is lost, or taken in part.
+        Only where `can_take_results`. Unlike the other methods that read, this one is for threads
+        that a Ctrl-C may interrupt: it looks at the bytes that have come, and takes them with its
+        last call. So no other frame is lost, or taken in part.
         """
         if not self._decoder.at_boundary:
             return None
-        room = _arrival_room()
+        room, link = _arrival_room(), self.link
         try:
-            count = self._receiver.recv_into(room, PEEK_SIZE, _PEEK)
+            if isinstance(link, NativeLink):
+                self.has_rest = True
+                count = link.peek(room[:PEEK_SIZE])
+            else:
+                count = self._receiver.recv_into(room, PEEK_SIZE, _PEEK)
             kind, descriptors, protocol, meta, length = HEADER.unpack_from(room)
             body = HEADER.size + meta
             end = body + length
@@ -299,7 +308,11 @@ class Channel:
         if result.task != task or payload is None or payload.buffers or payload.pickle != length:
             return None
         pickle = memoryview(bytes(room[body:end]))
-        self._receiver.recv_into(room, end, _WHOLE)
+        if isinstance(link, NativeLink):
+            link.skip(end)
+            self.has_rest = count > end
+        else:
+            self._receiver.recv_into(room, end, _WHOLE)
         self.bytes_received += end
         return result, pickle
 

@@ -71,13 +71,18 @@ class LinkCore:
         for name in pointers:
             getattr(self.library, f"sky_{name}").restype = ctypes.c_void_p
         numbers = ("connection_read", "connection_write", "connection_write_all", "link_suspend")
-        of_calls = ("send", "begin_large", "await_large", "await_room", "receive", "receive_large")
+        of_calls = (
+            *("send", "begin_large", "await_large", "await_room"),
+            *("receive", "receive_large", "peek"),
+        )
         for name in (*numbers, *(f"link_{each}" for each in of_calls)):
             getattr(self.library, f"sky_{name}").restype = ctypes.c_int64
         # Named once: a call of every frame.
         link, size, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
         self.library.sky_link_send.argtypes = (link, ctypes.c_char_p, size, number)
         self.library.sky_link_receive.argtypes = (link, ctypes.c_void_p, size, number)
+        self.library.sky_link_peek.argtypes = (link, ctypes.c_void_p, size)
+        self.library.sky_link_skip.argtypes = (link, size)
         self.table = ctypes.c_void_p(self.library.sky_link_table())
         """The functions that the device's cores call."""
         self.openssl: ctypes.c_void_p | None = None
@@ -524,6 +529,7 @@ class NativeLink:
             raise OSError(f"no link can be made: {text.value.decode(errors='replace')}")
         self.address = self.handle.value or 0
         """What the device's cores know the link by."""
+        self.is_of_calls = terms.of_calls
         self.patient = False
         """Whether writes wait for the kernel to take them, if there is a connection."""
         self._window = terms.window
@@ -759,6 +765,15 @@ class NativeLink:
                 raise EOFError(self.why)
             if not self._blocking:
                 raise BlockingIOError
+
+    def peek(self, buffer: memoryview) -> int:
+        """Copy what has come, and leave it; how many bytes."""
+        room = ctypes.byref(ctypes.c_char.from_buffer(buffer))
+        return int(self._library.sky_link_peek(self.handle, room, len(buffer)))
+
+    def skip(self, count: int) -> None:
+        """Take what was looked at."""
+        self._library.sky_link_skip(self.handle, count)
 
     def fill(
         self, views: Sequence[memoryview], told: Callable[[int], None] = lambda done: None

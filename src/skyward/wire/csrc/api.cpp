@@ -310,6 +310,14 @@ int64_t sky_link_receive(void* handle, void* into, uint64_t size, int millisecon
   return unless_ended(handle, [&](Link& link) { return link.receive_call(into, size, milliseconds); });
 }
 
+int64_t sky_link_peek(void* handle, void* into, uint64_t size) {
+  return unless_ended(handle, [&](Link& link) { return link.peek(into, size); });
+}
+
+void sky_link_skip(void* handle, uint64_t size) {
+  unless_ended(handle, [&](Link& link) { return link.skip(size), 0; });
+}
+
 int64_t sky_link_receive_large(void* handle, void* const* places, const uint64_t* sizes, int count, uint64_t* done,
                                int milliseconds) {
   return unless_ended(handle, [&](Link& link) {

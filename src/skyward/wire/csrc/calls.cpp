@@ -169,9 +169,27 @@ bool Link::await_pair(Lock& lock, Clock::time_point until) {
   }
 }
 
+uint64_t Link::peek(void* into, uint64_t size) {
+  Lock lock(mutex_);
+  if (!held_ && !ended_ && pair_ && pair_ == adopted_) take(lock, nullptr, 0, 0, true);
+  return copy_held(static_cast<char*>(into), size);
+}
+
+void Link::skip(uint64_t size) {
+  Lock lock(mutex_);
+  drop_held(lock, std::min(size, held_));
+}
+
 int64_t Link::receive_call(void* into, uint64_t size, int milliseconds) {
   auto until = Clock::now() + std::chrono::milliseconds(std::max(milliseconds, 0));
   Lock lock(mutex_);
+  if (auto got = copy_held(static_cast<char*>(into), size)) {
+    drop_held(lock, got);
+    // TLS may have more that no poll sees.
+    if (got < size && pair_ && pair_ == adopted_ && pair_->in->has_pending())
+      got += take(lock, static_cast<char*>(into) + got, size - got, 0, false);
+    return static_cast<int64_t>(got);
+  }
   for (;;) {
     check();
     if (!adopted_) adopted_ = pair_;
@@ -191,6 +209,16 @@ void Link::receive_large(const std::vector<Place>& places, uint64_t& done, int m
   uint64_t size = 0;
   for (auto& place : places) size += place.size;
   Lock lock(mutex_);
+  uint64_t before = 0;
+  for (auto& place : places) {
+    // What was looked at comes first.
+    if (held_ && done < before + place.size) {
+      auto got = copy_held(place.data + (done - before), before + place.size - done);
+      drop_held(lock, got);
+      done += got;
+    }
+    before += place.size;
+  }
   while (done < size && await_pair(lock, until)) {
     auto pair = pair_;
     reading_ = true;

@@ -401,6 +401,34 @@ void Link::tell_taken() {
   count_due_ = true;
 }
 
+// With the lock: the first of those bytes that nobody has taken.
+uint64_t Link::copy_held(char* into, uint64_t size) const {
+  uint64_t got = 0;
+  auto taken = inbox_taken_;
+  for (auto& each : inbox_) {
+    if (got == size) break;
+    auto n = std::min<uint64_t>(size - got, each.size() - taken);
+    std::memcpy(into + got, each.data() + taken, n);
+    got += n;
+    taken = 0;
+  }
+  return got;
+}
+
+// With the lock: they are taken.
+void Link::drop_held(Lock& lock, uint64_t size) {
+  held_ -= size;
+  while (size) {
+    auto n = std::min<uint64_t>(size, inbox_.front().size() - inbox_taken_);
+    size -= n;
+    if ((inbox_taken_ += n) < inbox_.front().size()) break;
+    inbox_.pop_front();
+    inbox_taken_ = 0;
+  }
+  tell_taken();
+  if (count_due_) push(lock, false);
+}
+
 uint64_t Link::receive(void* into, uint64_t size, int milliseconds) {
   auto until = Clock::now() + std::chrono::milliseconds(std::max(milliseconds, 0));
   auto* to = static_cast<char*>(into);
@@ -408,19 +436,8 @@ uint64_t Link::receive(void* into, uint64_t size, int milliseconds) {
   uint64_t got = 0;
   while (!got) {
     if (held_ && !reading_) {
-      while (got < size && held_) {
-        auto& first = inbox_.front();
-        auto n = std::min<uint64_t>(size - got, first.size() - inbox_taken_);
-        std::memcpy(to + got, first.data() + inbox_taken_, n);
-        got += n;
-        held_ -= n;
-        if ((inbox_taken_ += n) == first.size()) {
-          inbox_.pop_front();
-          inbox_taken_ = 0;
-        }
-      }
-      tell_taken();
-      if (count_due_) push(lock, false);
+      got = copy_held(to, size);
+      drop_held(lock, got);
       break;
     }
     check();

@@ -121,6 +121,9 @@ class Link : public std::enable_shared_from_this<Link> {
   // How many bytes have come; 0 if none within that time; `kNotConnected` if none can come, and the caller does not
   // wait.
   int64_t receive_call(void* into, uint64_t size, int milliseconds);
+  // A look at what has come, without waiting: copies as much as there is room for, and it stays; `skip` takes it.
+  uint64_t peek(void* into, uint64_t size);
+  void skip(uint64_t size);
   // Reads on until all places are full or the time has passed; `done` is how far it got.
   void receive_large(const std::vector<Place>& places, uint64_t& done, int milliseconds);
   // The socket to wait on for bytes until the reader has found the pair lost; -1 if there is none now.
@@ -169,6 +172,8 @@ class Link : public std::enable_shared_from_this<Link> {
                        bool& over);
   std::shared_ptr<Connection> stripe(Pair& pair, uint32_t number);
   bool await_pair(Lock& lock, Clock::time_point until);
+  uint64_t copy_held(char* into, uint64_t size) const;
+  void drop_held(Lock& lock, uint64_t size);
   uint64_t take(Lock& lock, char* into, uint64_t size, int milliseconds, bool for_later);
   void tell_taken();
   void lose(const std::shared_ptr<Pair>& pair);
