@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 
 class Closing:
@@ -75,3 +76,13 @@ def not_instead_of(problem: BaseException | None) -> Iterator[None]:
         if problem is None:
             raise
         problem.add_note(f"Closing failed as well: {type(failure).__name__}: {failure}")
+
+
+def shut(end: Any) -> None:
+    """Make reads and writes of all threads on a connection end; its owner must still close it."""
+    with contextlib.suppress(OSError):
+        if isinstance(end, socket.socket):
+            # The method of the plain socket: the one of a TLS socket would wait for the peer.
+            socket.socket.shutdown(end, socket.SHUT_RDWR)
+        else:
+            end.shutdown(socket.SHUT_RDWR)

@@ -228,12 +228,12 @@ def test_a_worker_process_that_does_not_answer_is_told_with_the_number_of_those_
     reached: list[int] = []
     attempt = hosts.Approach.attempt
 
-    def all_but_the_last(approach: hosts.Approach) -> Any:
+    def all_but_the_last(approach: hosts.Approach, *seconds: float) -> Any:
         if approach._hello.role == "data":
             reached.append(1)
             if len(reached) > 2:
                 raise TimeoutError("timed out")
-        return attempt(approach)
+        return attempt(approach, *seconds)
 
     monkeypatch.setattr(hosts.Approach, "attempt", all_but_the_last)
     with pytest.raises(sky.errors.PoolStartError) as caught:

@@ -150,6 +150,8 @@ class Loop:
         self._begin_watching(channel, on_frame, on_lost)
         # No poller reports bytes that were read with the handshake or with a large body.
         self._deliver(channel, on_frame, on_lost, channel.buffered)
+        if channel.reads_ahead and channel in self._descriptors:
+            self._deliver(channel, on_frame, on_lost, channel.poll)
 
     def _begin_watching(self, channel: Channel, on_frame: OnFrame, on_lost: OnLost) -> None:
         descriptor = channel.fileno()

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
-from skyward.closing import Closing
+from skyward.closing import Closing, shut
 from skyward.errors import PoolError, ProtocolError
 from skyward.kernel import CLOSE_ON_EXEC
 from skyward.wire import messages
@@ -25,7 +25,6 @@ from skyward.wire.frames import (
     FrameDecoder,
 )
 from skyward.wire.link.link import Link
-from skyward.wire.link.pair import shut
 from skyward.wire.messages import ENCODER, MALFORMED, Message, Question, Reply, Result
 from skyward.wire.native import NativeLink, NativeSocket
 
@@ -72,8 +71,9 @@ class Channel:
         """Whether bytes may have come that no selector sees."""
         # Two plain connections lead to another machine, through a provider's own transport.
         self.shares_memory = link is None and receiver is None and sender.family == socket.AF_UNIX
-        native = isinstance(link, NativeLink) and link.is_of_calls
-        self.can_take_results = self.shares_memory or native
+        self.reads_ahead = isinstance(link, NativeLink) and link.is_of_calls
+        """Whether a large body may have brought bytes of the next frames, which TLS holds."""
+        self.can_take_results = self.shares_memory or self.reads_ahead
         """Whether a thread that a Ctrl-C may interrupt can read a result: see `take_result`."""
         self.has_rest = False
         """Whether that thread may have left bytes here that no selector sees."""

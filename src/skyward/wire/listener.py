@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from skyward.closing import shut
 from skyward.errors import AuthenticationError, ProtocolError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
@@ -32,7 +33,7 @@ from skyward.wire.handshake import (
     with_tls,
 )
 from skyward.wire.link.link import Link
-from skyward.wire.link.pair import Pair, shut
+from skyward.wire.link.pair import Pair
 from skyward.wire.messages import Hello, Welcome
 from skyward.wire.native import CALLS, NativeLink, Terms, carries_calls
 

@@ -5,14 +5,13 @@ They carry records; the first 8 bytes of a record say what follows.
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
-import ssl
 import struct
 import threading
 
 from skyward import kernel
+from skyward.closing import shut
 from skyward.staff import Staff
 
 STRIPE_SECONDS = 10.0
@@ -203,13 +202,3 @@ def round_trip(end: socket.socket) -> float:
     if len(information) < MIN_RTT_AT + 4:
         return 0.0
     return float(struct.unpack_from("I", information, MIN_RTT_AT)[0]) / 1e6
-
-
-def shut(end: socket.socket) -> None:
-    """Make reads and writes of all threads end."""
-    with contextlib.suppress(OSError):
-        if isinstance(end, ssl.SSLSocket):
-            # The method of the plain socket: the one of a TLS socket would wait for the peer.
-            socket.socket.shutdown(end, socket.SHUT_RDWR)
-        else:
-            end.shutdown(socket.SHUT_RDWR)
