@@ -221,7 +221,8 @@ class Context:
         if not made:
             raise ssl.SSLError(text.value.decode(errors="replace"))
         self.handle = ctypes.c_void_p(made)
-        weakref.finalize(self, library.sky_context_free, self.handle)
+        # Not at the process's exit: a thread may be about to connect.
+        weakref.finalize(self, library.sky_context_free, self.handle).atexit = False
 
     def wrap_socket(
         self,
