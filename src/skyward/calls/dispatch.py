@@ -393,7 +393,10 @@ class Dispatcher:
             lane = self._begin(task)
             if lane is not None:
                 # Before it is sent: on a busy machine, the answer may be there a moment later.
-                borrower = self._loop.borrow(lane.channel, task) if reads else None
+                channel = lane.channel
+                # Over a link, a long transfer needs somebody who reads the other end's counts.
+                reads = reads and (channel.shares_memory or not lane.takes_long(task))
+                borrower = self._loop.borrow(channel, task) if reads else None
                 if borrower is None:
                     self._send(lane, task)
                 else:
