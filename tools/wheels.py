@@ -27,6 +27,7 @@ import macho
 
 from skyward.device import build, toolchain
 from skyward.device.toolchain import Compiler, run
+from skyward.wire import native
 
 ROOT = Path(__file__).parents[1]
 OLDER_GLIBC = Path(__file__).with_name("older_glibc.h")
@@ -169,7 +170,7 @@ def linux_core(part: str, machine: str, headers: Headers, cores: Path, work: Pat
             empty = ("-nostdlib", "-x", "c++", "/dev/null", f"-Wl,-soname,{stub.name}")
             run(command, "-shared", *empty, "-o", str(stub))
     # Objects that were made with other names are other objects.
-    names = toolchain.digest([OLDER_GLIBC], ())
+    names = native.digest([OLDER_GLIBC], ())
     compiler = Compiler(
         (command,),
         headers.home / "include",
