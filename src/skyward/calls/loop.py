@@ -204,21 +204,21 @@ class Loop:
             elif borrower is not None:
                 self._borrowers.append(borrower)
             descriptor = self._descriptors.get(channel, -1)
-            if self.lent.pop(channel, None) is not None and descriptor >= 0:
-                try:
+            if channel in self.lent and descriptor >= 0:
+                # It may be closed, and somebody forgets it; or the loop has stopped.
+                with contextlib.suppress(OSError, ValueError):
                     self._poller.modify(descriptor, select.POLLIN)
-                except (OSError, ValueError):
-                    # It is closed, and somebody forgets it; or the loop has stopped.
-                    return
-                if channel.has_rest:
-                    self.call_soon(_bound(self._read_rest, channel))
+            if channel.has_rest:
+                # Also of one that was taken back before its borrower had looked.
+                self.call_soon(_bound(self._read_rest, channel))
+            # Last: a borrower that is interrupted before this is found by the next sweep.
+            self.lent.pop(channel, None)
 
     def _read_rest(self, channel: Channel) -> None:
         """Read what a borrower has looked at and not taken: no poller reports that."""
         with self._watching:
             watched = self._watched.get(self._descriptors.get(channel, -1))
         if watched is not None and channel not in self.lent:
-            channel.has_rest = False
             self._deliver(*watched, channel.poll)
 
     def _take_back_unused(self, now: float) -> None:

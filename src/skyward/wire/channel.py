@@ -24,6 +24,7 @@ from skyward.wire.frames import (
     Frame,
     FrameDecoder,
 )
+from skyward.wire.link.incoming import NotConnected
 from skyward.wire.link.link import Link
 from skyward.wire.messages import ENCODER, MALFORMED, Message, Question, Reply, Result
 from skyward.wire.native import NativeLink, NativeSocket
@@ -261,6 +262,7 @@ class Channel:
 
     def poll(self) -> list[Frame]:
         """The frames that can be read without waiting; `EOFError` when the other end is gone."""
+        self.has_rest = False
         try:
             part = self._receive_some(_DONT_WAIT)
         except (BlockingIOError, ssl.SSLWantReadError):
@@ -277,6 +279,11 @@ class Channel:
             except (BlockingIOError, ssl.SSLWantReadError):
                 # The first bytes of a record that is not whole yet.
                 break
+            except (NotConnected, EOFError, OSError):
+                # The next look says so again; these frames would be lost.
+                if frames:
+                    break
+                raise
         return frames
 
     def take_result(self, task: int) -> tuple[Result, memoryview] | None:

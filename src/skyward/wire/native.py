@@ -386,7 +386,7 @@ class NativeSocket:
 
     def close(self) -> None:
         """Close it, once no thread uses it; does nothing to one that a link has."""
-        self._closed = True
+        self._closed, self._fd = True, -1
         self._library.sky_connection_close(self.handle)
 
 
@@ -695,21 +695,22 @@ class NativeLink:
             self.send(b"".join(views))
             return
         self._consider_stripes(length)
-        first, last = ctypes.c_uint64(), ctypes.c_uint64()
+        # Beyond the stream, until the write has begun.
+        first, last = ctypes.c_uint64(2**64 - 1), ctypes.c_uint64()
         library = self._library
         with contextlib.ExitStack() as held:
             memory = [held.enter_context(reading_of(view)) for view in views]
             addresses = (ctypes.c_void_p * len(memory))(*(address for address, _ in memory))
             sizes = (ctypes.c_uint64 * len(memory))(*(size for _, size in memory))
-            outcome = library.sky_link_begin_large(
-                self.handle,
-                addresses,
-                sizes,
-                len(memory),
-                ctypes.byref(first),
-                ctypes.byref(last),
-            )
             try:
+                outcome = library.sky_link_begin_large(
+                    self.handle,
+                    addresses,
+                    sizes,
+                    len(memory),
+                    ctypes.byref(first),
+                    ctypes.byref(last),
+                )
                 while outcome == 0:
                     outcome = library.sky_link_await_large(self.handle, last, SLICE_MILLISECONDS)
             except BaseException:
@@ -717,7 +718,7 @@ class NativeLink:
                 self.end("a write was interrupted")
                 raise
             finally:
-                library.sky_link_finish_large(self.handle, first)
+                library.sky_link_finish_large(self.handle, first, last)
         if outcome < 0:
             raise BrokenPipeError(self._reason())
 

@@ -295,11 +295,18 @@ int64_t sky_link_await_large(void* handle, uint64_t last, int milliseconds) {
   return unless_ended(handle, [&](Link& link) { return link.await_large(last, milliseconds); });
 }
 
-void sky_link_finish_large(void* handle, uint64_t first) {
+void sky_link_finish_large(void* handle, uint64_t first, uint64_t last) {
   auto& place = *static_cast<Handle<Link>*>(handle);
   auto link = place.get();
   if (!link) link = place.was.lock();
-  if (link) link->finish_large(first);
+  if (!link) return;
+  try {
+    link->finish_large(first, last);
+  } catch (const std::exception& e) {
+    // No memory for a copy: what is left of the write cannot be sent any more.
+    link->end(e.what());
+    link->finish_large(first, last);
+  }
 }
 
 int64_t sky_link_await_room(void* handle, uint64_t most, int milliseconds) {

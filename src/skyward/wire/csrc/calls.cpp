@@ -29,9 +29,6 @@ void Link::send_call(const void* data, uint64_t size, bool patient) {
   auto last = end_;
   push(lock, false);
   if (patient) await(lock, [&] { return sent_ >= last || !pair_ || pair_->broken; });
-  bool is_left = sent_ < end_ && !pushing_ && pair_;
-  lock.unlock();
-  if (is_left) Keeper::instance().wake();
 }
 
 uint64_t Link::begin_large(const std::vector<std::pair<const char*, uint64_t>>& parts, uint64_t& first) {
@@ -43,7 +40,9 @@ uint64_t Link::begin_large(const std::vector<std::pair<const char*, uint64_t>>& 
     pieces_.push_back({data, end_, size, nullptr});
     end_ += size;
   }
-  if (end_ - first >= kStripedLeast) striped_.emplace_back(first + kStripedHead, end_);
+  // A reader expects the head of a frame on the main connection.
+  bool has_short_head = !parts.empty() && parts.front().second <= kStripePart;
+  if (has_short_head && end_ - first >= kStripedLeast) striped_.emplace_back(first + kStripedHead, end_);
   return end_;
 }
 
@@ -53,11 +52,18 @@ bool Link::await_large(uint64_t last, int milliseconds) {
   return await(lock, ready, milliseconds, true);
 }
 
-void Link::finish_large(uint64_t first) {
+void Link::finish_large(uint64_t first, uint64_t last) {
   Lock lock(mutex_);
   while (pushing_) changed_.wait(lock);
+  if (ended_) {
+    pieces_.clear();
+    striped_.clear();
+    return;
+  }
   std::erase_if(striped_, [&](auto& range) { return range.first == first + kStripedHead; });
-  own(first);
+  own(first, last);
+  // What others have written meanwhile.
+  push(lock, false);
 }
 
 bool Link::await_room(uint64_t most, int milliseconds) {
@@ -73,69 +79,105 @@ uint64_t Link::stripes_until() const {
   return 0;
 }
 
-// Sends the stream up to there over the stripes, each with its thread, which takes the next part when it is done with
-// one. The main connection announces each part. False if the pair is lost.
-bool Link::push_striped(Lock& lock, Pair& pair, uint64_t until) {
-  auto held = pair_;
-  auto stripes = pair.more_out;
-  auto next = sent_;
+// With the lock: whether what is to be sent next is memory of a thread that waits for that, and sends it.
+bool Link::has_sender() const {
+  if (!is_of_calls_ || !pair_ || pair_->joint_size || pair_->part_left || sent_ >= end_) return false;
+  uint64_t size = 0;
+  std::shared_ptr<void> owner;
+  unsent(sent_, size, owner);
+  return !owner;
+}
+
+struct Striping {
+  const std::shared_ptr<Pair> pair;
+  uint64_t next;
+  const uint64_t until;
+  size_t carriers;
   bool failed = false;
   std::string heads;
-  auto carry = [&](uint32_t number, Connection& to) {
-    std::vector<std::pair<const char*, uint64_t>> parts;
-    for (;;) {
-      {
-        Lock own(mutex_);
-        if (failed || pair.broken || ended_ || pair_ != held || next >= until) return;
-        auto size = std::min(kStripePart, until - next);
-        parts.clear();
-        for (uint64_t done = 0; done < size;) {
-          uint64_t part = 0;
-          std::shared_ptr<void> owner;
-          auto* data = unsent(next + done, part, owner);
-          parts.emplace_back(data, std::min(part, size - done));
-          done += parts.back().second;
-        }
-        next += size;
-        uint64_t head = size | uint64_t{number} << kStripeBit;
-        heads.append(reinterpret_cast<const char*>(&head), 8);
-        on_wire_ += size_on_wire(size);
-        striped_bytes_ += size;
-        failed = !push_heads(pair, heads);
-      }
-      for (auto [data, size] : parts)
-        while (size) {
-          auto moved = to.write(data, size);
-          if (moved == Connection::kNotNow) to.await(false, kLookMilliseconds);
-          if (moved == Connection::kOver || pair.broken) {
-            Lock own(mutex_);
-            failed = true;
-            return;
-          }
-          data += moved;
-          size -= static_cast<uint64_t>(moved);
-        }
-    }
-  };
-  std::vector<std::function<void()>> tasks;
-  for (auto& [number, connection] : stripes) tasks.push_back([&, n = number, c = connection] { carry(n, *c); });
+};
+
+// Has the stream sent up to there over the stripes, each by a thread of its own, which takes the next part when it is
+// done with one. The main connection announces each part. The last thread that is done lets others push again.
+void Link::push_striped(Lock& lock, uint64_t until) {
+  auto work = std::make_shared<Striping>(pair_, sent_, until, pair_->more_out.size());
+  auto stripes = pair_->more_out;
+  auto self = shared_from_this();
   lock.unlock();
-  Crew::instance().run(tasks);
+  for (auto& [number, connection] : stripes)
+    Crew::instance().start([self, work, n = number, c = connection] { self->carry(*work, n, *c); });
   lock.lock();
-  while (!failed && !heads.empty() && pair_ == held && !pair.broken && !ended_) {
-    failed = !push_heads(pair, heads);
-    if (heads.empty()) break;
+}
+
+void Link::carry(Striping& work, uint32_t number, Connection& to) {
+  auto& pair = *work.pair;
+  try {
+    while (carry_one(work, number, to)) continue;
+  } catch (const std::exception&) {
+    Lock lock(mutex_);
+    work.failed = true;
+  }
+  Lock lock(mutex_);
+  if (--work.carriers) return;
+  while (!work.failed && !work.heads.empty() && pair_ == work.pair && !pair.broken && !ended_) {
+    work.failed = !push_heads(pair, work.heads);
+    if (work.heads.empty()) break;
     lock.unlock();
     pair.out->await(false, kLookMilliseconds);
     lock.lock();
   }
-  if (failed && !pair.broken) {
+  if (work.failed && !pair.broken) {
+    // What the other end has sent before it went is still read, for a moment.
     pair.failed_at = Clock::now();
-    pair.cut();
+    pair.broken = true;
+    pair.out->shut();
+    for (auto& [_, connection] : pair.more_out) connection->shut();
   }
-  if (failed || pair.broken || ended_) return false;
-  if (pair_ != held) return true;
-  sent_ = next;
+  if (!work.failed && !pair.broken && !ended_ && pair_ == work.pair) sent_ = work.next;
+  pushing_ = false;
+  changed_.notify_all();
+}
+
+// Sends one part; false if there is none left, or the pair is lost.
+bool Link::carry_one(Striping& work, uint32_t number, Connection& to) {
+  auto& pair = *work.pair;
+  std::vector<std::pair<const char*, uint64_t>> parts;
+  {
+    Lock lock(mutex_);
+    if (work.failed || pair.broken || ended_ || pair_ != work.pair || work.next >= work.until) return false;
+    auto size = std::min(kStripePart, work.until - work.next);
+    for (uint64_t done = 0; done < size;) {
+      uint64_t part = 0;
+      std::shared_ptr<void> owner;
+      auto* data = unsent(work.next + done, part, owner);
+      parts.emplace_back(data, std::min(part, size - done));
+      done += parts.back().second;
+    }
+    work.next += size;
+    uint64_t head = size | uint64_t{number} << kStripeBit;
+    work.heads.append(reinterpret_cast<const char*>(&head), 8);
+    on_wire_ += size_on_wire(size);
+    striped_bytes_ += size;
+    work.failed = !push_heads(pair, work.heads);
+  }
+  for (auto [data, size] : parts)
+    while (size) {
+      auto moved = to.write(data, size);
+      if (moved == Connection::kNotNow) {
+        // The other end reads a stripe only once its part is announced.
+        Lock lock(mutex_);
+        if (!push_heads(pair, work.heads)) work.failed = true;
+        lock.unlock();
+        to.await(false, kLookMilliseconds);
+      }
+      if (moved == Connection::kOver || pair.broken) {
+        Lock lock(mutex_);
+        work.failed = true;
+        return false;
+      }
+      data += moved;
+      size -= static_cast<uint64_t>(moved);
+    }
   return true;
 }
 

@@ -17,6 +17,8 @@ namespace {
 constexpr uint64_t kPart = 1 << 20;
 constexpr uint64_t kCountEvery = 1 << 20;
 constexpr uint64_t kChunk = 64 << 10;
+// How much a thread sends before it looks whether it should do something else.
+constexpr uint64_t kPushMost = 16 << 20;
 // How many bytes may come that nobody has taken; an honest other end sends fewer.
 constexpr uint64_t kHeldMost = 64 << 20;
 constexpr size_t kForLater = 128 << 10;
@@ -57,12 +59,12 @@ Link::~Link() { end("the link was closed"); }
 
 // Waits for something that needs sending or the other end's counts; does both meanwhile if no other thread does. False
 // if the time has passed before.
-bool Link::await(Lock& lock, const std::function<bool()>& ready, int milliseconds, bool may_stripe) {
+bool Link::await(Lock& lock, const std::function<bool()>& ready, int milliseconds, bool is_sender) {
   auto until = Clock::now() + std::chrono::milliseconds(milliseconds);
   for (;;) {
     check();
     if (ready()) return true;
-    push(lock, false, may_stripe);
+    push(lock, false, is_sender);
     if (ready()) return true;
     // TLS may hold more than one read takes, and no poll sees it.
     if (pair_ && !reading_ && !is_of_calls_ && take(lock, nullptr, 0, 0, true)) continue;
@@ -123,7 +125,7 @@ void Link::send_large(const std::vector<std::pair<const char*, uint64_t>>& parts
     for (bool is_heard = !owner; is_heard && last > counted_ + kCountEvery;)
       is_heard = await(lock, [&, before = counted_] { return counted_ != before; }, kCountMilliseconds);
     while (pushing_) changed_.wait(lock);
-    own(first);
+    own(first, last);
   } catch (const std::exception& e) {
     // The link has ended, so nothing is sent any more; but another thread may be in the middle of a write.
     if (!lock.owns_lock()) lock.lock();
@@ -138,9 +140,9 @@ void Link::send_large(const std::vector<std::pair<const char*, uint64_t>>& parts
 }
 
 // With the lock: nobody may use the memory of others afterwards, so what is not counted is copied.
-void Link::own(uint64_t first) {
+void Link::own(uint64_t first, uint64_t last) {
   for (auto& piece : pieces_) {
-    if (piece.owner || piece.start < first) continue;
+    if (piece.owner || piece.start < first || piece.start >= last) continue;
     // The end of a long piece may be all that is left of it.
     auto gone = std::min(piece.size, std::max(std::min(counted_, sent_), piece.start) - piece.start);
     piece.data += gone;
@@ -184,16 +186,18 @@ const char* Link::unsent(uint64_t position, uint64_t& size, std::shared_ptr<void
 
 // Sends what is due, unless another thread does: that one sends this, too. Without `waits`, as much as the kernel
 // takes; the keeper sends the rest.
-void Link::push(Lock& lock, bool waits, bool may_stripe) {
+void Link::push(Lock& lock, bool waits, bool is_sender) {
   if (pushing_) return;
   pushing_ = true;
+  auto most = sent_ + kPushMost;
   try {
     while (auto pair = pair_) {
-      if (pair->broken || ended_) break;
-      auto until = pair->joint_size || pair->part_left ? 0 : stripes_until();
-      // Stripes make their thread wait: it must be the one that has the bytes.
-      if (until && !may_stripe && !count_due_) break;
-      if (!(until && may_stripe ? push_striped(lock, *pair, until) : push_one(lock, *pair, waits))) break;
+      if (pair->broken || ended_ || sent_ > most) break;
+      // Long transfers are for the thread that has the bytes: others have something else to do.
+      if (!is_sender && !count_due_ && has_sender()) break;
+      auto until = is_sender && !count_due_ && has_sender() ? stripes_until() : 0;
+      if (until) return push_striped(lock, until);
+      if (!push_one(lock, *pair, waits)) break;
     }
   } catch (...) {
     pushing_ = false;
@@ -201,6 +205,8 @@ void Link::push(Lock& lock, bool waits, bool may_stripe) {
   }
   pushing_ = false;
   changed_.notify_all();
+  bool is_left = pair_ && !pair_->broken && (sent_ < end_ || pair_->joint_size);
+  if (is_of_calls_ && !is_sender && is_left && !has_sender()) Keeper::instance().wake();
 }
 
 // One write; false if there is nothing to send, or the kernel takes nothing now, or the pair is lost.
@@ -686,9 +692,9 @@ void Keeper::watch() {
     auto pair = link->pair_;
     if (!pair) continue;
     pairs.push_back(pair);
-    // What goes over stripes has a thread that waits for it.
+    // A large write has a thread that waits for it.
     bool writes =
-        (link->sent_ < link->end_ || pair->joint_size) && !link->pushing_ && !pair->broken && !link->stripes_until();
+        (link->sent_ < link->end_ || pair->joint_size) && !link->pushing_ && !pair->broken && !link->has_sender();
     if (writes) watched.push_back({pair->out->fd(), POLLOUT, 0});
     if (link->is_of_calls_) continue;
     if (now - link->used_ < kQuiet) is_quiet = false;

@@ -85,6 +85,8 @@ struct Piece {
   uint64_t room = 0;            // after the bytes, for more; none if the memory is somebody else's
 };
 
+struct Striping;  // a part of the stream on its way over stripes
+
 // Memory for arriving bytes.
 struct Place {
   char* data;
@@ -114,7 +116,7 @@ class Link : public std::enable_shared_from_this<Link> {
   // it, after which nobody uses that memory.
   uint64_t begin_large(const std::vector<std::pair<const char*, uint64_t>>& parts, uint64_t& first);
   bool await_large(uint64_t last, int milliseconds);
-  void finish_large(uint64_t first);
+  void finish_large(uint64_t first, uint64_t last);
   // Waits until at most so many bytes are kept; false if the time has passed.
   bool await_room(uint64_t most, int milliseconds);
   static constexpr int64_t kNotConnected = -2;
@@ -155,14 +157,17 @@ class Link : public std::enable_shared_from_this<Link> {
     if (ended_) throw LinkEnded(why_);
   }
   void append(const char* data, uint64_t size);
-  void push(Lock& lock, bool waits, bool may_stripe = false);
+  void push(Lock& lock, bool waits, bool is_sender = false);
   bool push_one(Lock& lock, Pair& pair, bool waits);
   uint64_t stripes_until() const;
-  bool push_striped(Lock& lock, Pair& pair, uint64_t until);
+  bool has_sender() const;
+  void push_striped(Lock& lock, uint64_t until);
+  void carry(Striping& work, uint32_t number, Connection& to);
+  bool carry_one(Striping& work, uint32_t number, Connection& to);
   bool push_heads(Pair& pair, std::string& heads);
   const char* unsent(uint64_t position, uint64_t& size, std::shared_ptr<void>& owner) const;
-  bool await(Lock& lock, const std::function<bool()>& ready, int milliseconds = -1, bool may_stripe = false);
-  void own(uint64_t first);
+  bool await(Lock& lock, const std::function<bool()>& ready, int milliseconds = -1, bool is_sender = false);
+  void own(uint64_t first, uint64_t last);
   void heard_count(uint64_t count);
   void forget_counted(std::vector<std::shared_ptr<void>>& dropped);
   ssize_t read_head(Pair& pair);
