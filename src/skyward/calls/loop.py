@@ -205,9 +205,12 @@ class Loop:
                 self._borrowers.append(borrower)
             descriptor = self._descriptors.get(channel, -1)
             if channel in self.lent and descriptor >= 0:
-                # It may be closed, and somebody forgets it; or the loop has stopped.
-                with contextlib.suppress(OSError, ValueError):
+                try:
                     self._poller.modify(descriptor, select.POLLIN)
+                except (OSError, ValueError):
+                    # It is closed, and somebody forgets it; or the loop has stopped.
+                    self.lent.pop(channel, None)
+                    return
             if channel.has_rest:
                 # Also of one that was taken back before its borrower had looked.
                 self.call_soon(_bound(self._read_rest, channel))
