@@ -43,6 +43,8 @@ __all__ = ["Kubernetes"]
 IMAGE = "SKYWARD_KUBERNETES_IMAGE"
 TEMPLATE = "SKYWARD_KUBERNETES_TEMPLATE"
 PYTHON = "SKYWARD_KUBERNETES_PYTHON"
+GONE_SECONDS = 30.0
+"""How long it may take until the API server knows of the end of a container that is gone."""
 ENDED_SECONDS = 3.0
 """How long after a failed command the client waits to hear that its pod has ended."""
 REPLACED_SECONDS = 1.5
@@ -284,7 +286,9 @@ class PodMachine(Piped, Machine):
 
     def _how_it_ended(self) -> str:
         """How the pod has ended; empty if it has not, or nobody knows."""
-        deadline = time.monotonic() + ENDED_SECONDS
+        # Where the kubelet finds no container any more, it is only a matter of time.
+        is_gone = "container not found" in self._refusal
+        deadline = time.monotonic() + (GONE_SECONDS if is_gone else ENDED_SECONDS)
         with contextlib.suppress(ApiError, UnreachableError):
             # The kubelet tells the API server a moment after the fact.
             while is_usable(pod := self._access.get("pods", self._pod)):
