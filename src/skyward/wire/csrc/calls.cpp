@@ -27,7 +27,7 @@ void Link::send_call(const void* data, uint64_t size, bool patient) {
   check();
   append(static_cast<const char*>(data), size);
   auto last = end_;
-  push(lock, false);
+  push(lock);
   if (patient) await(lock, [&] { return sent_ >= last || !pair_ || pair_->broken; });
 }
 
@@ -63,7 +63,7 @@ void Link::finish_large(uint64_t first, uint64_t last) {
   std::erase_if(striped_, [&](auto& range) { return range.first == first + kStripedHead; });
   own(first, last);
   // What others have written meanwhile.
-  push(lock, false);
+  push(lock);
 }
 
 bool Link::await_room(uint64_t most, int milliseconds) {
@@ -279,7 +279,7 @@ void Link::receive_large(const std::vector<Place>& places, uint64_t& done, int m
     forget_counted(dropped);
     changed_.notify_all();
     tell_taken();
-    if (count_due_) push(lock, false);
+    if (count_due_) push(lock);
     if (Clock::now() >= until) return;
   }
 }

@@ -64,7 +64,7 @@ bool Link::await(Lock& lock, const std::function<bool()>& ready, int millisecond
   for (;;) {
     check();
     if (ready()) return true;
-    push(lock, false, is_sender);
+    push(lock, is_sender);
     if (ready()) return true;
     // TLS may hold more than one read takes, and no poll sees it.
     if (pair_ && !reading_ && !is_of_calls_ && take(lock, nullptr, 0, 0, true)) continue;
@@ -97,7 +97,7 @@ uint64_t Link::send(const void* data, uint64_t size, bool at_once) {
     }
     auto n = std::min(size - done, window_ - (end_ - counted_));
     append(from + done, n);
-    push(lock, false);
+    push(lock);
     done += n;
   }
   used_ = Clock::now();
@@ -184,9 +184,9 @@ const char* Link::unsent(uint64_t position, uint64_t& size, std::shared_ptr<void
   return piece.data + (position - piece.start);
 }
 
-// Sends what is due, unless another thread does: that one sends this, too. Without `waits`, as much as the kernel
-// takes; the keeper sends the rest.
-void Link::push(Lock& lock, bool waits, bool is_sender) {
+// Sends what is due, as much as the kernel takes, unless another thread does: that one sends this, too. The keeper
+// sends the rest. `is_sender`: this thread waits for a large write of its own.
+void Link::push(Lock& lock, bool is_sender) {
   if (pushing_) return;
   pushing_ = true;
   auto most = sent_ + kPushMost;
@@ -197,7 +197,7 @@ void Link::push(Lock& lock, bool waits, bool is_sender) {
       if (!is_sender && !count_due_ && has_sender()) break;
       auto until = is_sender && !count_due_ && has_sender() ? stripes_until() : 0;
       if (until) return push_striped(lock, until);
-      if (!push_one(lock, *pair, waits)) break;
+      if (!push_one(lock, *pair)) break;
     }
   } catch (...) {
     pushing_ = false;
@@ -210,7 +210,7 @@ void Link::push(Lock& lock, bool waits, bool is_sender) {
 }
 
 // One write; false if there is nothing to send, or the kernel takes nothing now, or the pair is lost.
-bool Link::push_one(Lock& lock, Pair& pair, bool waits) {
+bool Link::push_one(Lock& lock, Pair& pair) {
   auto held = pair_;
   uint64_t size = 0;
   std::shared_ptr<void> owner;
@@ -247,7 +247,6 @@ bool Link::push_one(Lock& lock, Pair& pair, bool waits) {
   }
   lock.unlock();
   auto moved = pair.out->write(data, size);
-  if (moved == Connection::kNotNow && waits) pair.out->await(false, kLookMilliseconds);
   lock.lock();
   if (moved == Connection::kOver) {
     // What the other end has sent before it went is still read, for a moment.
@@ -258,7 +257,7 @@ bool Link::push_one(Lock& lock, Pair& pair, bool waits) {
   }
   // A new pair has come meanwhile, which begins where the other end is.
   if (pair_ != held) return true;
-  if (moved == Connection::kNotNow) return waits;
+  if (moved == Connection::kNotNow) return false;
   if (!is_joint) {
     sent_ += static_cast<uint64_t>(moved);
     pair.part_left -= static_cast<uint64_t>(moved);
@@ -390,7 +389,7 @@ uint64_t Link::take(Lock& lock, char* into, uint64_t size, int milliseconds, boo
   forget_counted(dropped);
   changed_.notify_all();
   if (got && !for_later) tell_taken();
-  if (count_due_) push(lock, false);
+  if (count_due_) push(lock);
   if (!dropped.empty()) {
     lock.unlock();
     dropped.clear();
@@ -432,7 +431,7 @@ void Link::drop_held(Lock& lock, uint64_t size) {
     inbox_taken_ = 0;
   }
   tell_taken();
-  if (count_due_) push(lock, false);
+  if (count_due_) push(lock);
 }
 
 uint64_t Link::receive(void* into, uint64_t size, int milliseconds) {
@@ -495,7 +494,7 @@ void Link::install(std::shared_ptr<Pair> pair) {
   pair_ = std::move(pair);
   heard_ = beat_ = Clock::now();
   changed_.notify_all();
-  push(lock, false);
+  push(lock);
   lock.unlock();
   Keeper::instance().wake();
 }
@@ -587,7 +586,7 @@ void Link::look(Clock::time_point now) {
     if (now - heard_ > kSilence) pair_->cut();
   }
   if (pair_->broken && now - pair_->failed_at > kLastWords) pair_->cut();
-  push(lock, false);
+  push(lock);
   // Nobody has read for a moment: counts may have come that a thread waits for, or the end. Somebody who only sends
   // uses the link all the time, and does not hear the other end's counts.
   while (!is_of_calls_ && !ended_ && pair_ && !reading_ &&

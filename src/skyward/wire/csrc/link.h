@@ -157,8 +157,8 @@ class Link : public std::enable_shared_from_this<Link> {
     if (ended_) throw LinkEnded(why_);
   }
   void append(const char* data, uint64_t size);
-  void push(Lock& lock, bool waits, bool is_sender = false);
-  bool push_one(Lock& lock, Pair& pair, bool waits);
+  void push(Lock& lock, bool is_sender = false);
+  bool push_one(Lock& lock, Pair& pair);
   uint64_t stripes_until() const;
   bool has_sender() const;
   void push_striped(Lock& lock, uint64_t until);

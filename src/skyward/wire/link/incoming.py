@@ -106,10 +106,10 @@ class Incoming:
         """Read until the views are full; calls `told` now and then with the bytes read."""
         before = 0
         for view in views:
-            self._fill(view, lambda done, before=before: told(before + done))  # type: ignore[misc]
+            self._fill(view, before, told)
             before += len(view)
 
-    def _fill(self, view: memoryview, told: Callable[[int], None]) -> None:
+    def _fill(self, view: memoryview, before: int, told: Callable[[int], None]) -> None:
         done = 0
         if len(view) >= STRIPED_MIN:
             self._connections.consider_stripes(self._connections.reading)
@@ -130,7 +130,7 @@ class Incoming:
             taken = at > done and self._took(pair, at - done)
             if taken:
                 done = at
-                told(done)
+                told(before + done)
             if not taken or at < goal:
                 self._next(pair)
 
