@@ -71,7 +71,8 @@ def skip_if_absent() -> None:
 
 def hosts_held() -> int:
     """To how many hosts this event loop holds connections."""
-    return len(ssh_machine._held.get(asyncio.get_running_loop(), {}))
+    here = ssh_machine.hosts_here()
+    return len(here.held) + len(here.closing)
 
 
 @dataclass(frozen=True)

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 import skyward as sky
 from skyward.providers import Order
+from skyward.providers.hosts import machine as ssh_machine
 from skyward.providers.hosts import openssh
-from skyward.providers.hosts.machine import SSHHost
+from skyward.providers.hosts.machine import SSHHost, SSHMachine
 from skyward.testing import plain_request
 
-from .ssh_hosts import Sshd, another, created, hosts_held, made, refusal, said, serving
+from .ssh_hosts import MARKERS, Sshd, another, created, hosts_held, made, refusal, said, serving
 
 LEAVES = """
 import asyncio, os, sys
@@ -106,6 +109,86 @@ def test_nothing_is_left_of_a_master_whose_client_is_killed(
     machine = sshd.provider("127.0.0.1")
     for each in asyncio.run(machine.find("t-killed")):
         asyncio.run(each.destroy())
+
+
+async def leaves_all_open(machine: SSHMachine, endpoint: str) -> None:
+    """The end of a loop whose machine nobody has left."""
+    (await machine.dial(endpoint)).close()
+
+
+async def is_leaving(machine: SSHMachine, endpoint: str) -> None:
+    """The end of a loop in the middle of a leave."""
+    (await machine.dial(endpoint)).close()
+    leaving = asyncio.create_task(machine.leave())
+    await asyncio.sleep(0)
+    assert not leaving.done()
+
+
+async def hears_of_an_end_late(machine: SSHMachine, endpoint: str) -> None:
+    """The end of a loop whose last channel is freed when all tasks were cancelled already."""
+    end = await machine.dial(endpoint)
+    await machine._release()
+
+    async def close_late() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            end.close()
+            while machine._channels:
+                await asyncio.sleep(0)
+
+    closing = asyncio.create_task(close_late())
+    await asyncio.sleep(0)
+    assert not closing.done()
+
+
+async def is_logging_in(machine: SSHMachine, endpoint: str) -> None:
+    """The end of a loop while a login of its own is given up."""
+    (await machine.dial(endpoint)).close()
+    # What is not the agent gets a connection of its own.
+    dialling = asyncio.create_task(machine.dial("unix:/nowhere"))
+    host = ssh_machine.hosts_here().held[machine._destination]
+    while len(list(Path(tempfile.gettempdir()).iterdir())) < 2:
+        await asyncio.sleep(0)
+    host._opening[True].cancel()
+    await asyncio.sleep(0)
+    assert not dialling.done()
+
+
+@pytest.mark.parametrize("left", [leaves_all_open, is_leaving, hears_of_an_end_late, is_logging_in])
+def test_no_master_outlives_its_event_loop(
+    sshd: Sshd,
+    folders: Path,
+    caplog: pytest.LogCaptureFixture,
+    left: Callable[[SSHMachine, str], Coroutine[Any, Any, None]],
+) -> None:
+    async def scenario() -> Path:
+        order = Order(f"t-{left.__name__}", 0, plain_request())
+        machine = await sshd.provider("127.0.0.1").create(order)
+        with socket.create_server(("127.0.0.1", 0)) as agent:
+            await left(machine, f"tcp:127.0.0.1:{agent.getsockname()[1]}")
+        return MARKERS / machine._label
+
+    asyncio.run(scenario()).rmdir()
+    assert masters(folders) == []
+    assert list(folders.iterdir()) == []
+    # A process that nobody has waited for is a warning, a task that never ended is logged.
+    gc.collect()
+    assert [record.message for record in caplog.records] == []
+
+
+def test_a_channel_that_the_host_does_not_close_keeps_no_master(
+    sshd: Sshd, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_machine, "CLOSE_SECONDS", 0.05)
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as agent:
+            async with made(sshd.provider("127.0.0.1")) as machine:
+                (await machine.dial(f"tcp:127.0.0.1:{agent.getsockname()[1]}")).close()
+            assert masters(folders) == []
+
+    asyncio.run(scenario())
 
 
 def test_a_master_that_dies_is_started_again(sshd: Sshd, folders: Path) -> None:

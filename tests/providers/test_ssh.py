@@ -288,6 +288,7 @@ def test_what_carries_a_lot_has_a_connection_of_its_own(sshd: Sshd) -> None:
                 for listener in (agent, agent, executor, executor):
                     end = await machine.dial(f"tcp:127.0.0.1:{listener.getsockname()[1]}")
                     end.close()
+                    listener.accept()[0].close()
                     after = len(sshd.daemons(1))
                     assert (after > before) == (listener is executor)
 

@@ -7,14 +7,14 @@ import contextlib
 import shlex
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
 from skyward.errors import PoolStartError, UnreachableError
 from skyward.providers import Machine
-from skyward.providers.hosts import Destination, openssh
+from skyward.providers.hosts import CLOSE_SECONDS, Destination, openssh
 from skyward.providers.piped import KILL_SECONDS, Piped
 
 ALIVE_SECONDS = 5.0
@@ -229,6 +229,13 @@ class SSHHost(Piped):
         """End what this process does on the host, and leave the host as it is."""
         for channel in list(self._channels):
             channel.close()
+        # A channel has a hold on its connection until the host has confirmed that it is closed.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                while self._channels:
+                    await next(iter(self._channels)).closed.wait()
+        for channel in list(self._channels):
+            channel.finish()
         while self._background:
             await asyncio.wait(self._background)
 
@@ -238,8 +245,9 @@ class SSHHost(Piped):
 
     def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        for tasks in (self._background, hosts_here().background):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
         return task
 
 
@@ -401,6 +409,9 @@ class HostChannel(Protocol):
     def close(self) -> None:
         """Close it at once; whoever reads its socket sees the end."""
 
+    def finish(self) -> None:
+        """Take it for closed, and say so to its owner, whether the host has confirmed it or not."""
+
 
 class HostCarrier(Protocol):
     """One connection to a host: a `Master` of OpenSSH's, or a `LibraryConnection` of asyncssh's."""
@@ -446,6 +457,8 @@ class HostConnections:
         self._open: list[_Connection] = []
         self._opening: dict[bool, asyncio.Task[_Connection]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._unfinished: set[HostCarrier] = set()
+        """All connections whose end nobody has seen."""
 
     @property
     def connected(self) -> bool:
@@ -497,9 +510,13 @@ class HostConnections:
     def _remove(self, connection: _Connection) -> None:
         """Wait in the background until a closed connection has ended."""
         self._open.remove(connection)
-        closing = asyncio.create_task(connection.connection.finish())
+        closing = asyncio.create_task(self._finish(connection.connection))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+    async def _finish(self, connection: HostCarrier) -> None:
+        await connection.finish()
+        self._unfinished.discard(connection)
 
     async def _next(self, busy: bool) -> _Connection:
         """The next connection that opens.
@@ -516,6 +533,7 @@ class HostConnections:
         try:
             connection = _Connection(await connect(self.destination), busy)
             self._open.append(connection)
+            self._unfinished.add(connection.connection)
             return connection
         finally:
             del self._opening[busy]
@@ -531,15 +549,14 @@ class HostConnections:
             self._close_if_unused(each)
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; whoever calls this again goes on where the last was cancelled."""
         for opening in list(self._opening.values()):
             opening.cancel()
             await asyncio.wait({opening})
-        closed, self._open = self._open, []
-        for each in closed:
-            each.connection.close()
-        for each in closed:
-            await each.connection.finish()
+        self._open.clear()
+        for each in self._unfinished:
+            each.close()
+        await asyncio.gather(*map(self._finish, self._unfinished))
         while self._closing:
             await asyncio.wait(self._closing)
 
@@ -583,18 +600,58 @@ class CommandPlace:
         self._left(self._on)
 
 
-_held: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Destination, HostConnections]] = (
-    WeakKeyDictionary()
-)
+class HostsOfLoop:
+    """The hosts to which one event loop has connections, all of which end before the loop does.
+
+    Whoever ends a loop, as `asyncio.run` does, cancels its tasks and then closes its asynchronous
+    generators. So one of these waits for what was cancelled, and for what began after that.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[Destination, HostConnections] = {}
+        self.closing: set[HostConnections] = set()
+        self.background: set[asyncio.Task[Any]] = set()
+        self.ended = False
+        self._end: AsyncGenerator[None, None] | None = self._waiting()
+        with contextlib.suppress(StopIteration):
+            self._end.asend(None).send(None)
+
+    async def _waiting(self) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            while self.held or self.closing or self.background:
+                self.closing.update(self.held.values())
+                self.held.clear()
+                for host in list(self.closing):
+                    await host.close()
+                    self.closing.discard(host)
+                while self.background:
+                    await asyncio.wait(self.background)
+            # It refers to the loop, which is forgotten with the last reference to it.
+            self.ended, self._end = True, None
+
+
+_hosts: WeakKeyDictionary[asyncio.AbstractEventLoop, HostsOfLoop] = WeakKeyDictionary()
 """A connection belongs to the loop that opened it."""
+
+
+def hosts_here() -> HostsOfLoop:
+    """The hosts of the running event loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _hosts:
+        _hosts[loop] = HostsOfLoop()
+    return _hosts[loop]
 
 
 def hold(destination: Destination) -> HostConnections:
     """The connections to a destination; they stay until released as often as held."""
-    here = _held.setdefault(asyncio.get_running_loop(), {})
-    host = here.get(destination)
+    here = hosts_here()
+    if here.ended:
+        raise UnreachableError(f"SSH host {destination.host.name}: the event loop is being closed")
+    host = here.held.get(destination)
     if host is None:
-        host = here[destination] = HostConnections(destination)
+        host = here.held[destination] = HostConnections(destination)
     host.users += 1
     return host
 
@@ -603,7 +660,9 @@ async def release(host: HostConnections) -> None:
     """Let go of a host; the last user to do so closes its connections."""
     host.users -= 1
     if host.users == 0:
-        here = _held.get(asyncio.get_running_loop(), {})
-        if here.get(host.destination) is host:
-            del here[host.destination]
+        here = hosts_here()
+        if here.held.get(host.destination) is host:
+            del here.held[host.destination]
+        here.closing.add(host)
         await host.close()
+        here.closing.discard(host)

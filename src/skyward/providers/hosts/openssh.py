@@ -578,8 +578,7 @@ class Master:
                 raise await asyncio.to_thread(_explained, destination, list(master._said))
             master._control = await master._connected(master._lose)
         except BaseException as problem:
-            master.close()
-            await asyncio.shield(asyncio.create_task(master.finish()))
+            await master.finish()
             if isinstance(problem, SkywardError | asyncio.CancelledError):
                 raise
             raise UnreachableError(
@@ -624,18 +623,26 @@ class Master:
             pipe.close()
 
     async def finish(self) -> None:
-        """Wait for the end of a master that is closed."""
+        """Wait for the end of a master that is closed; if nobody waits, kill it."""
         self.close()
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._over.wait()
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._over.wait()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._kill()
+        except asyncio.CancelledError:
+            self._kill()
+            raise
         while self._background:
             await asyncio.wait(self._background)
+
+    def _kill(self) -> None:
+        """End it here and now."""
+        if not self._over.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._end()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _lose(self) -> None:
         """Start nothing more: it has closed its own socket, and is about to end."""
