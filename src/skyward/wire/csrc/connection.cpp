@@ -12,9 +12,6 @@
 namespace sky {
 namespace {
 
-// As much as one call reads ahead: eight records of TLS.
-constexpr size_t kReadAhead = 8 * (16384 + 256);
-
 #ifdef MSG_NOSIGNAL
 constexpr int kNoSignal = MSG_NOSIGNAL;
 #else
@@ -48,8 +45,8 @@ TlsContext::TlsContext(std::shared_ptr<const OpenSsl> given, const std::string& 
   };
   check(ssl.SSL_CTX_ctrl(context, kSetMinimum, kTls13, nullptr));
   ssl.SSL_CTX_ctrl(context, kSetMode, kPartialWrites | kMovingBuffers, nullptr);
+  // One read of the socket for a record and its head. No more: OpenSSL moves all that it has read ahead at each record.
   ssl.SSL_CTX_ctrl(context, kSetReadAhead, 1, nullptr);
-  ssl.SSL_CTX_set_default_read_buffer_len(context, kReadAhead);
   ssl.SSL_CTX_set_verify(context, kVerifyPeer | kFailWithoutPeer, nullptr);
   // Nobody would read the tickets on a connection that the client only sends on.
   if (server) check(ssl.SSL_CTX_set_num_tickets(context, 0));

@@ -42,7 +42,7 @@ class OpenSsl {
     SKY_FIND(TLS_client_method), SKY_FIND(TLS_server_method), SKY_FIND(SSL_CTX_new), SKY_FIND(SSL_CTX_free);
     SKY_FIND(SSL_CTX_ctrl), SKY_FIND(SSL_CTX_set_verify), SKY_FIND(SSL_CTX_set_num_tickets);
     SKY_FIND(SSL_CTX_get_cert_store), SKY_FIND(SSL_CTX_use_certificate), SKY_FIND(SSL_CTX_use_PrivateKey);
-    SKY_FIND(SSL_CTX_check_private_key), SKY_FIND(SSL_CTX_set_default_read_buffer_len), SKY_FIND(SSL_CTX_set_options);
+    SKY_FIND(SSL_CTX_check_private_key), SKY_FIND(SSL_CTX_set_options);
     SKY_FIND(SSL_new), SKY_FIND(SSL_free), SKY_FIND(SSL_set_fd), SKY_FIND(SSL_set1_host);
     SKY_FIND(SSL_set_connect_state), SKY_FIND(SSL_set_accept_state), SKY_FIND(SSL_do_handshake);
     SKY_FIND(SSL_read_ex), SKY_FIND(SSL_write_ex), SKY_FIND(SSL_get_error), SKY_FIND(SSL_has_pending);
@@ -67,7 +67,6 @@ class OpenSsl {
   int (*SSL_CTX_use_certificate)(SSL_CTX*, X509*);
   int (*SSL_CTX_use_PrivateKey)(SSL_CTX*, EVP_PKEY*);
   int (*SSL_CTX_check_private_key)(const SSL_CTX*);
-  void (*SSL_CTX_set_default_read_buffer_len)(SSL_CTX*, size_t);
   uint64_t (*SSL_CTX_set_options)(SSL_CTX*, uint64_t);
   SSL* (*SSL_new)(SSL_CTX*);
   void (*SSL_free)(SSL*);
