@@ -225,9 +225,11 @@ bool Link::push_one(Lock& lock, Pair& pair) {
       pair.joint_part = 0;
     } else if (sent_ < end_) {
       auto* from = unsent(sent_, size, owner);
-      auto part = std::min(size, kPartMost);
+      // A head costs one more record of TLS, so several short pieces have one. Those of calls are long.
+      auto long_enough = is_of_calls_ ? size : std::max(size, std::min(end_ - sent_, kPart));
+      auto part = std::min(long_enough, kPartMost);
       std::memcpy(pair.joint.data(), &part, 8);
-      pair.joint_part = std::min<uint64_t>(part, pair.joint.size() - 8);
+      pair.joint_part = std::min<uint64_t>({part, size, pair.joint.size() - 8});
       std::memcpy(pair.joint.data() + 8, from, pair.joint_part);
       pair.joint_size = 8 + pair.joint_part;
       pair.part_left = part - pair.joint_part;
@@ -338,7 +340,9 @@ ssize_t Link::read(Pair& pair, char* into, size_t size) {
     if (n <= 0) return got ? static_cast<ssize_t>(got) : n;
     pair.left -= static_cast<uint64_t>(n);
     got += static_cast<size_t>(n);
-    if (got == size || !pair.in->has_pending()) return static_cast<ssize_t>(got);
+    // After a full record there are mostly more.
+    bool is_full = static_cast<size_t>(n) + sizeof pair.head >= kTlsRecord;
+    if (got == size || !(is_full || pair.in->has_pending())) return static_cast<ssize_t>(got);
   }
 }
 
@@ -435,9 +439,10 @@ void Link::drop_held(Lock& lock, uint64_t size) {
 }
 
 uint64_t Link::receive(void* into, uint64_t size, int milliseconds) {
-  auto until = Clock::now() + std::chrono::milliseconds(std::max(milliseconds, 0));
+  auto now = Clock::now(), until = now + std::chrono::milliseconds(std::max(milliseconds, 0));
   auto* to = static_cast<char*>(into);
   Lock lock(mutex_);
+  used_ = now;  // the keeper stops reading for later
   uint64_t got = 0;
   while (!got) {
     if (held_ && !reading_) {
