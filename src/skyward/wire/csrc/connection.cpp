@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -107,14 +108,28 @@ ssize_t Connection::outcome(int result, size_t moved) {
   return kOver;
 }
 
+ssize_t Connection::decrypt(void* into, size_t size) {
+  size_t moved = 0;
+  errno = 0;
+  library().ERR_clear_error();
+  // Two statements: a compiler may read `moved` before it calls.
+  int result = library().SSL_read_ex(ssl_, into, size, &moved);
+  return outcome(result, moved);
+}
+
 ssize_t Connection::read(void* into, size_t size) {
   if (ssl_) {
-    size_t moved = 0;
-    errno = 0;
-    library().ERR_clear_error();
-    // Two statements: a compiler may read `moved` before it calls.
-    int result = library().SSL_read_ex(ssl_, into, size, &moved);
-    return outcome(result, moved);
+    if (early_at_ == early_end_) {
+      if (size >= early_.size()) return decrypt(into, size);
+      auto n = decrypt(early_.data(), early_.size());
+      if (n <= 0) return n;
+      early_at_ = 0;
+      early_end_ = static_cast<size_t>(n);
+    }
+    auto n = std::min(size, early_end_ - early_at_);
+    std::memcpy(into, early_.data() + early_at_, n);
+    early_at_ += n;
+    return static_cast<ssize_t>(n);
   }
   for (;;) {
     auto n = ::recv(fd_, into, size, 0);

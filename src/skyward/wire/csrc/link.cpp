@@ -370,10 +370,11 @@ uint64_t Link::take(Lock& lock, char* into, uint64_t size, int milliseconds, boo
   reading_ = true;
   lock.unlock();
   // What TLS holds may be a part of its record. In the middle of a long transfer there are mostly more bytes.
-  bool waits_first = milliseconds && size < kForLater && !pair->in->has_pending();
+  bool waits_first = milliseconds && (size < kForLater || is_small_) && !pair->in->has_pending();
   auto n = waits_first ? Connection::kNotNow : read(*pair, into, size);
   if (n == Connection::kNotNow && milliseconds && await_soon(*pair->in, milliseconds)) n = read(*pair, into, size);
-  if (n > kSmall) is_soon_ = false;
+  if (n > 0) is_small_ = n <= kSmall;
+  if (!is_small_) is_soon_ = false;
   std::vector<std::shared_ptr<void>> dropped;
   lock.lock();
   reading_ = false;

@@ -207,7 +207,8 @@ class Link : public std::enable_shared_from_this<Link> {
   // In: `received_` bytes have come, of which the inbox holds those that nobody has taken.
   uint64_t received_ = 0, told_ = 0;
   bool reading_ = false;
-  bool is_soon_ = false;  // the last wait was short
+  bool is_soon_ = false;   // the last wait was short
+  bool is_small_ = false;  // the last read was
   std::deque<std::vector<char>> inbox_;
   size_t inbox_taken_ = 0;  // of the first
   std::unique_ptr<char[]> for_later_;
