@@ -299,7 +299,7 @@ class Channel:
         try:
             if isinstance(link, NativeLink):
                 self.has_rest = True
-                count = link.peek(room[:PEEK_SIZE])
+                count = link.peek(room, PEEK_SIZE)
             else:
                 count = self._receiver.recv_into(room, PEEK_SIZE, _PEEK)
             kind, descriptors, protocol, meta, length = HEADER.unpack_from(room)

@@ -71,18 +71,14 @@ class LinkCore:
         for name in pointers:
             getattr(self.library, f"sky_{name}").restype = ctypes.c_void_p
         numbers = ("connection_read", "connection_write", "connection_write_all", "link_suspend")
-        of_calls = (
-            *("send", "begin_large", "await_large", "await_room"),
-            *("receive", "receive_large", "peek"),
-        )
+        of_calls = ("begin_large", "await_large", "await_room", "receive_large")
         for name in (*numbers, *(f"link_{each}" for each in of_calls)):
             getattr(self.library, f"sky_{name}").restype = ctypes.c_int64
-        # Named once: a call of every frame.
-        link, size, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
-        self.library.sky_link_send.argtypes = (link, ctypes.c_char_p, size, number)
-        self.library.sky_link_receive.argtypes = (link, ctypes.c_void_p, size, number)
-        self.library.sky_link_peek.argtypes = (link, ctypes.c_void_p, size)
-        self.library.sky_link_skip.argtypes = (link, size)
+        self.library.sky_python(_of_python())
+        method = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_int, ctypes.py_object)
+        self.method = method(("sky_link_method", self.library))
+        """A function of the core for the link of an address, which Python calls as it calls its
+        own: ctypes takes longer with the arguments than the core with a small message."""
         self.table = ctypes.c_void_p(self.library.sky_link_table())
         """The functions that the device's cores call."""
         self.openssl: ctypes.c_void_p | None = None
@@ -108,6 +104,17 @@ class LinkCore:
         if not found:
             raise NativeUnavailable(text.value.decode(errors="replace"))
         return ctypes.c_void_p(found)
+
+
+def _of_python() -> ctypes.Array[ctypes.c_void_p]:
+    """Functions of Python's own, in the order of `Python` in api.cpp."""
+    names = (
+        *("PyObject_GetBuffer", "PyBuffer_Release", "PyLong_AsVoidPtr", "PyLong_AsLongLong"),
+        *("PyLong_FromLongLong", "PyErr_Occurred", "PyEval_SaveThread", "PyEval_RestoreThread"),
+        "PyCFunction_NewEx",
+    )
+    found = (ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in names)
+    return (ctypes.c_void_p * len(names))(*found)
 
 
 def openssl_libraries() -> Iterator[str]:
@@ -530,6 +537,10 @@ class NativeLink:
             raise OSError(f"no link can be made: {text.value.decode(errors='replace')}")
         self.address = self.handle.value or 0
         """What the device's cores know the link by."""
+        methods = (core().method(which, self.address) for which in range(4))
+        self._send, self._receive, self.peek, self.skip = methods
+        """`peek` copies what has come into a buffer, so many bytes at most, and leaves it: how
+        many. `skip` takes so many of them."""
         self.is_of_calls = terms.of_calls
         self.patient = False
         """Whether writes wait for the kernel to take them, if there is a connection."""
@@ -683,7 +694,7 @@ class NativeLink:
 
     def send(self, data: bytes) -> None:
         """Write a few bytes; they are sent now or later, in order."""
-        if self._library.sky_link_send(self.handle, data, len(data), self.patient) < 0:
+        if self._send(data, self.patient) < 0:
             raise BrokenPipeError(self._reason())
 
     def send_parts(self, views: Sequence[memoryview]) -> None:
@@ -753,9 +764,8 @@ class NativeLink:
         """Read some bytes; as `Incoming.receive`."""
         self.reader = threading.get_ident()
         wait = SLICE_MILLISECONDS if self._blocking else 0
-        room = ctypes.byref(ctypes.c_char.from_buffer(buffer))
         while True:
-            got = self._library.sky_link_receive(self.handle, room, len(buffer), wait)
+            got = self._receive(buffer, wait)
             if got > 0:
                 self._may_have_more = got == len(buffer)
                 return buffer[:got]
@@ -767,15 +777,6 @@ class NativeLink:
                 raise EOFError(self.why)
             if not self._blocking:
                 raise BlockingIOError
-
-    def peek(self, buffer: memoryview) -> int:
-        """Copy what has come, and leave it; how many bytes."""
-        room = ctypes.byref(ctypes.c_char.from_buffer(buffer))
-        return int(self._library.sky_link_peek(self.handle, room, len(buffer)))
-
-    def skip(self, count: int) -> None:
-        """Take what was looked at."""
-        self._library.sky_link_skip(self.handle, count)
 
     def fill(
         self, views: Sequence[memoryview], told: Callable[[int], None] = lambda done: None

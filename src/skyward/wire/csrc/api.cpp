@@ -61,6 +61,55 @@ int64_t unless_ended(void* handle, F&& f) {
   }
 }
 
+// What of Python a small message needs. It is stable, so that no header of Python is needed.
+struct Method;
+struct Buffer {
+  void *data, *owner;
+  ssize_t size, item_size;
+  int is_readonly, dimensions;
+  char* format;
+  ssize_t *shape, *strides, *suboffsets;
+  void* internal;
+};
+struct Python {
+  int (*PyObject_GetBuffer)(void* object, Buffer* buffer, int flags);
+  void (*PyBuffer_Release)(Buffer* buffer);
+  void* (*PyLong_AsVoidPtr)(void* object);
+  long long (*PyLong_AsLongLong)(void* object);
+  void* (*PyLong_FromLongLong)(long long value);
+  void* (*PyErr_Occurred)();
+  void* (*PyEval_SaveThread)();
+  void (*PyEval_RestoreThread)(void* state);
+  void* (*PyCFunction_NewEx)(const Method* method, void* self, void* module);
+} python;
+struct Method {
+  const char* name;
+  void* (*function)(void* self, void* const* arguments, ssize_t count);
+  int flags;
+  const char* doc;
+};
+constexpr int kFastCall = 0x80;
+constexpr int kReadable = 0, kWritable = 1;
+
+// For a function of Python's that gets memory and a number: what `f` says of the link, the memory and the number,
+// without the interpreter's lock; or -1 once the link has ended. Null: an exception is set.
+template <typename F>
+void* with_memory(void* self, void* const* arguments, ssize_t count, int flags, F&& f) {
+  if (count != 2) return nullptr;
+  auto* handle = python.PyLong_AsVoidPtr(self);
+  auto number = python.PyLong_AsLongLong(arguments[1]);
+  if (number == -1 && python.PyErr_Occurred()) return nullptr;
+  Buffer buffer;
+  if (python.PyObject_GetBuffer(arguments[0], &buffer, flags)) return nullptr;
+  auto* state = python.PyEval_SaveThread();
+  auto outcome = unless_ended(handle, [&](Link& link) {
+    return f(link, buffer.data, static_cast<uint64_t>(buffer.size), static_cast<int>(number));
+  });
+  python.PyEval_RestoreThread(state);
+  python.PyBuffer_Release(&buffer);
+  return python.PyLong_FromLongLong(outcome);
+}
+
 std::vector<std::shared_ptr<Link>> all_of(void* const* handles, int count) {
   std::vector<std::shared_ptr<Link>> links;
   for (int i = 0; i < count; ++i) {
@@ -275,8 +324,43 @@ void sky_link_free(void* handle, uint64_t number) {
 
 // A link of calls; all return -1 once it has ended.
 
-int64_t sky_link_send(void* handle, const void* data, uint64_t size, int patient) {
-  return unless_ended(handle, [&](Link& link) { return link.send_call(data, size, patient), 0; });
+// Small messages: functions that Python calls as its own, with the link's handle as `self`.
+
+void* sky_link_send(void* self, void* const* arguments, ssize_t count) {
+  return with_memory(self, arguments, count, kReadable, [](Link& link, void* data, uint64_t size, int is_patient) {
+    return link.send_call(data, size, is_patient), 0;
+  });
+}
+
+void* sky_link_receive(void* self, void* const* arguments, ssize_t count) {
+  return with_memory(self, arguments, count, kWritable, [](Link& link, void* into, uint64_t size, int milliseconds) {
+    return link.receive_call(into, size, milliseconds);
+  });
+}
+
+void* sky_link_peek(void* self, void* const* arguments, ssize_t count) {
+  return with_memory(self, arguments, count, kWritable, [](Link& link, void* into, uint64_t size, int most) {
+    return link.peek(into, std::min(size, static_cast<uint64_t>(most)));
+  });
+}
+
+void* sky_link_skip(void* self, void* const* arguments, ssize_t count) {
+  if (count != 1) return nullptr;
+  auto size = python.PyLong_AsLongLong(arguments[0]);
+  if (size == -1 && python.PyErr_Occurred()) return nullptr;
+  auto skip = [&](Link& link) { return link.skip(static_cast<uint64_t>(size)), 0; };
+  return python.PyLong_FromLongLong(unless_ended(python.PyLong_AsVoidPtr(self), skip));
+}
+
+void sky_python(const Python* functions) { python = *functions; }
+
+void* sky_link_method(int which, void* self) {
+  // Python's functions use these as long as they live.
+  static const Method methods[]{{"send", sky_link_send, kFastCall, nullptr},
+                                {"receive", sky_link_receive, kFastCall, nullptr},
+                                {"peek", sky_link_peek, kFastCall, nullptr},
+                                {"skip", sky_link_skip, kFastCall, nullptr}};
+  return python.PyCFunction_NewEx(&methods[which], self, nullptr);
 }
 
 // Says where in the stream it begins and ends.
@@ -311,18 +395,6 @@ void sky_link_finish_large(void* handle, uint64_t first, uint64_t last) {
 
 int64_t sky_link_await_room(void* handle, uint64_t most, int milliseconds) {
   return unless_ended(handle, [&](Link& link) { return link.await_room(most, milliseconds); });
-}
-
-int64_t sky_link_receive(void* handle, void* into, uint64_t size, int milliseconds) {
-  return unless_ended(handle, [&](Link& link) { return link.receive_call(into, size, milliseconds); });
-}
-
-int64_t sky_link_peek(void* handle, void* into, uint64_t size) {
-  return unless_ended(handle, [&](Link& link) { return link.peek(into, size); });
-}
-
-void sky_link_skip(void* handle, uint64_t size) {
-  unless_ended(handle, [&](Link& link) { return link.skip(size), 0; });
 }
 
 int64_t sky_link_receive_large(void* handle, void* const* places, const uint64_t* sizes, int count, uint64_t* done,
