@@ -508,13 +508,15 @@ class Lane:
 
     def takes_long(self, task: Task) -> bool:
         """Whether sending a task may take long enough that the loop must not wait for it."""
-        parcel = task.parcel
-        if parcel.heavy or self.channel.shares_memory:
+        parcel, has = task.parcel, self.holdings.has
+        if self.channel.shares_memory:
             return parcel.heavy
-        return parcel.encoded.size > PROMPT_BYTES or any(
-            named.parcel.heavy and not self.holdings.has(named)
-            for named in (task.code, *task.handles)
-        )
+        if parcel.large or parcel.encoded.size > PROMPT_BYTES:
+            return True
+        # The code of most tasks is there: a call of nothing makes few steps here.
+        if has(task.code) and not task.handles:
+            return False
+        return any(not has(named) and named.parcel.heavy for named in (task.code, *task.handles))
 
     def send(self, task: Task, *, again: bool = False, pending: bool = False) -> bool:
         """Send a task and the objects that the executor lacks, unless the task was cancelled.
