@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints-dev.txt)
 CLANG_FORMAT := $(BIN)/python -c 'import clang_format; clang_format.clang_format()'
-CPP    := $(wildcard src/skyward/wire/csrc/*.cpp src/skyward/wire/csrc/*.h src/skyward/device/csrc/*/*.cpp src/skyward/device/csrc/*/*.h bench/*.cpp tools/*.h)
+CPP    := $(wildcard src/skyward/wire/csrc/*.cpp src/skyward/wire/csrc/*.h src/skyward/device/csrc/*/*.cpp src/skyward/device/csrc/*/*.h bench/*.cpp tools/*.h tests/fuzz/*.cpp tests/fuzz/*.h)
 # Options for the one call that installs torch, for example an index of CPU builds.
 TORCH_PIP_ARGS ?=
 
@@ -18,7 +18,7 @@ INSTALL = UV_FIND_LINKS="$(call PIP_SAYS,find-links,$(COMMA))" UV_DEFAULT_INDEX=
 	$(BIN)/uv pip install -q --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all walks check check-python check-cpp format bench docs wheels clean
+.PHONY: help setup demo test test-all walks check check-python check-cpp format fuzz sanitize bench docs wheels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,16 @@ format: setup  ## rewrite the sources in the house format
 	@$(BIN)/python -m ruff check --fix-only --quiet .
 	@$(BIN)/python -m ruff format .
 	@$(CLANG_FORMAT) -i $(CPP)
+
+# For how long each, and which: link, coding, worker or client; all of them if none is named.
+SECONDS ?= 60
+TARGET ?=
+
+fuzz: setup  ## let fuzzers send anything to what the cores read, SECONDS each
+	@$(BIN)/python tests/fuzz/run.py --seconds $(SECONDS) $(TARGET)
+
+sanitize: setup  ## run the links' tests under the sanitizers of threads and of addresses
+	@$(BIN)/python tests/fuzz/run.py --sanitize --seconds $(SECONDS)
 
 bench: setup  ## run the benchmarks and print the table
 	@$(BIN)/python bench/run.py

@@ -100,7 +100,7 @@ struct Striping {
 // Has the stream sent up to there over the stripes, each by a thread of its own, which takes the next part when it is
 // done with one. The main connection announces each part. The last thread that is done lets others push again.
 void Link::push_striped(Lock& lock, uint64_t until) {
-  auto work = std::make_shared<Striping>(pair_, sent_, until, pair_->more_out.size());
+  auto work = std::make_shared<Striping>(Striping{pair_, sent_, until, pair_->more_out.size()});
   auto stripes = pair_->more_out;
   auto self = shared_from_this();
   lock.unlock();

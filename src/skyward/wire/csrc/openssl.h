@@ -110,7 +110,8 @@ class OpenSsl {
  private:
   static void* open(const char* path) {
     constexpr int kFlags = RTLD_NOW | RTLD_LOCAL;
-#ifdef RTLD_DEEPBIND
+// The runtimes of sanitizers refuse it.
+#if defined(RTLD_DEEPBIND) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
     // One that is loaded stays as it is. Another one must call its own libcrypto, although a program that exports its
     // OpenSSL, or a library that was loaded for all, has functions of the same names.
     if (path)

@@ -100,17 +100,20 @@ Template* find(Session& session, const OpInfo& op, const Key& key, uint64_t h) {
 
 Layout read_layout(Reader& r) {
   Layout layout;
-  layout.dtype = static_cast<c10::ScalarType>(r.u8());
+  layout.dtype = checked_dtype(r.u8());
   auto dim = r.u8();
   layout.bits = r.u8();
   for (int i = 0; i < dim; i++) layout.sizes.push_back(r.i64());
   for (int i = 0; i < dim; i++) layout.strides.push_back(r.i64());
   layout.bytes = r.u64();
+  check_layout(layout.sizes, layout.strides);
+  if (extent_of(layout.dtype, layout.sizes, layout.strides, 0) > layout.bytes)
+    throw Malformed("a tensor larger than its memory");
   layout.contiguous = strictly_contiguous(layout.sizes, layout.strides);
   return layout;
 }
 
-OutInfo read_out(Reader& r, uint32_t& tensors) {
+OutInfo read_out(Reader& r, uint32_t& tensors, bool is_item) {
   OutInfo out;
   out.kind = static_cast<Output>(r.u8());
   switch (out.kind) {
@@ -119,31 +122,32 @@ OutInfo read_out(Reader& r, uint32_t& tensors) {
       tensors++;
       break;
     case kTensorList: {
+      if (is_item) throw Malformed("a list in a list");
       auto n = r.u32();
-      for (uint32_t i = 0; i < n; i++) out.items.push_back(read_out(r, tensors));
+      for (uint32_t i = 0; i < n; i++) out.items.push_back(read_out(r, tensors, true));
       break;
     }
     case kValue: out.value = read_plain(r); break;
-    default: break;
+    case kUndefinedTensor: break;
+    default: throw Malformed("an output of unknown kind");
   }
   return out;
 }
 
-// What the worker found the outputs to be, and which arguments it resized.
-void read_answer(const std::string& answer, const OpInfo& info, Template& t) try {
+// What the worker found the outputs to be, and which arguments it resized; throws Malformed.
+void read_answer(const std::string& answer, const OpInfo& info, Template& t) {
   Reader r(answer.data(), answer.size());
+  t.known = false;  // until all of it is read
   t.outs.clear();
   t.resized.clear();
   t.new_tensors = 0;
   for (auto returned : info.returns)
-    if (returned < 0) t.outs.push_back(read_out(r, t.new_tensors));
+    if (returned < 0) t.outs.push_back(read_out(r, t.new_tensors, false));
   auto changed = r.u32();
   for (uint32_t i = 0; i < changed; i++) {
     auto tensor = r.u32();
     t.resized.push_back({tensor, read_layout(r)});
   }
-} catch (const Malformed& e) {
-  fail(std::string("an answer of the worker cannot be read: ") + e.what());
 }
 
 // What an earlier session was told of the same; the worker checks it as it checks what is worked out here.
@@ -152,7 +156,7 @@ bool recall(Session& session, const OpInfo& info, const std::string& key, Templa
   if (!answer) return false;
   try {
     read_answer(*answer, info, t);
-  } catch (const c10::Error&) {
+  } catch (const Malformed&) {
     t.outs.clear();
     t.resized.clear();
     t.new_tensors = 0;
@@ -314,7 +318,11 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       w.u32(t->id);
       w.raw(key.payload.data(), key.payload.size());
       auto answer = ask(session, w, info, *t);
-      read_answer(answer, info, *t);
+      try {
+        read_answer(answer, info, *t);
+      } catch (const Malformed& e) {
+        fail(std::string("an answer of the worker cannot be read: ") + e.what());
+      }
       compare_guess(session, *t);
       // What warned may warn again, and is asked again, so that the warning has its own line.
       t->known = !session.warned;

@@ -13,7 +13,8 @@ bool strictly_contiguous(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
   int64_t expected = 1;
   for (size_t i = sizes.size(); i-- > 0;) {
     if (strides[i] != expected) return false;
-    expected *= std::max<int64_t>(sizes[i], 1);
+    // What a worker says of a tensor without elements may be beyond any number.
+    if (__builtin_mul_overflow(expected, std::max<int64_t>(sizes[i], 1), &expected)) return false;
   }
   return true;
 }

@@ -24,15 +24,19 @@ class Clocks {
   uint64_t error() const { return std::max(first_.round_trip, last_.round_trip) / 2; }
   uint64_t here(uint64_t there) const {
     if (!there) return 0;
-    auto at = static_cast<double>(static_cast<int64_t>(there - first_.at) - first_.ahead);
+    // Unsigned: a worker may say anything of its clock.
+    auto first = static_cast<uint64_t>(first_.ahead), drift = static_cast<uint64_t>(last_.ahead) - first;
+    auto at = static_cast<double>(static_cast<int64_t>(there - first_.at - first));
     auto part = last_.at > first_.at ? at / static_cast<double>(last_.at - first_.at) : 0;
-    auto ahead = first_.ahead + std::llround(static_cast<double>(last_.ahead - first_.ahead) * part);
-    return there - static_cast<uint64_t>(ahead);
+    auto ahead = std::llround(static_cast<double>(static_cast<int64_t>(drift)) * part);
+    return there - first - static_cast<uint64_t>(ahead);
   }
 
  private:
   ClockReading first_, last_;
 };
+
+constexpr size_t kLongest = sizeof(RecordingHead) + kOperationsMost * sizeof(Run) + kSpansMost * sizeof(Span);
 
 template <typename T>
 void take(Reader& r, std::vector<T>& into, uint64_t count) {
@@ -115,7 +119,10 @@ Profile Session::stop_recording() {
     made.end = nanoseconds();
     last = read_clock();
     std::string told;
-    for (std::string part; !(part = profile(kTellProfile)).empty();) told += part;
+    for (std::string part; !(part = profile(kTellProfile)).empty();) {
+      told += part;
+      if (told.size() > kLongest) throw Malformed("a recording longer than any");
+    }
     Reader r(told.data(), told.size());
     RecordingHead head;
     std::memcpy(&head, r.bytes(sizeof head), sizeof head);

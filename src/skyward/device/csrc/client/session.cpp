@@ -25,6 +25,7 @@ constexpr auto kNear = std::chrono::microseconds(1000), kNearLook = std::chrono:
 constexpr size_t kNearFlushAt = 2048;
 // How far the worker may be behind. Coded records are so short that the link would take hours of them.
 constexpr uint64_t kMarkEvery = 512 << 10;
+constexpr size_t kReplyPart = 1 << 20;
 constexpr uint32_t kMarksMost = 16;
 // Templates of a session: those of a hundred shapes of a large model.
 constexpr size_t kTemplatesMost = 32768;
@@ -312,8 +313,11 @@ std::string Session::reply(bool interruptibly) {
     } while (head[4] == kMarked && marks_ && marks_--);
     uint32_t length;
     std::memcpy(&length, head, 4);
-    content.resize(length);
-    ops_.receive(content.data(), length);
+    // As it comes: the length is only what the worker says.
+    for (size_t done = 0; done < length; done = content.size()) {
+      content.resize(std::min<size_t>(length, std::max(2 * done, kReplyPart)));
+      ops_.receive(content.data() + done, content.size() - done);
+    }
   } catch (const Disconnected& e) {
     broken(e.what());
   }

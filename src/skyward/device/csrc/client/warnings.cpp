@@ -10,7 +10,7 @@
 namespace sky {
 namespace {
 
-constexpr size_t kWaitingMost = 1000;
+constexpr size_t kWaitingMost = 1000, kNamesMost = 1000;
 
 // A warning points to the name of its file and may outlive the session; there are few names.
 const char* lasting(const std::string& name) {
@@ -18,6 +18,7 @@ const char* lasting(const std::string& name) {
   static std::set<std::string> names;
   if (name.empty()) return nullptr;
   std::lock_guard lock(mutex);
+  if (names.size() >= kNamesMost && !names.count(name)) return nullptr;
   return names.insert(name).first->c_str();
 }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/ScalarType.h>
 
 #include <optional>
 #include <utility>
@@ -23,6 +24,36 @@ inline std::string signature_of(const c10::FunctionSchema& schema) {
     return "(" + text + ")";
   };
   return listed(schema.arguments()) + " -> " + listed(schema.returns());
+}
+
+// Undefined is a dtype too, but no tensor has it.
+inline c10::ScalarType checked_dtype(uint8_t number) {
+  auto dtype = static_cast<c10::ScalarType>(number);
+  if (number >= static_cast<uint8_t>(c10::ScalarType::NumOptions) || dtype == c10::ScalarType::Undefined)
+    throw Malformed("an unknown dtype");
+  return dtype;
+}
+
+inline void check_layout(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  for (size_t i = 0; i < sizes.size(); i++)
+    if (sizes[i] < 0 || strides[i] < 0) throw Malformed("a negative size or stride");
+}
+
+// Bytes from the start of a storage that a tensor so laid out may touch; throws where no storage has as many.
+inline uint64_t extent_of(c10::ScalarType dtype, c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t offset) {
+  if (offset < 0) throw Malformed("a negative offset");
+  auto last = offset;
+  bool is_beyond = false;
+  for (size_t i = 0; i < sizes.size(); i++) {
+    if (!sizes[i]) return 0;
+    int64_t span;
+    is_beyond |= __builtin_mul_overflow(sizes[i] - 1, strides[i], &span);
+    is_beyond |= __builtin_add_overflow(last, span, &last);
+  }
+  uint64_t bytes;
+  is_beyond |= __builtin_mul_overflow(static_cast<uint64_t>(last) + 1, c10::elementSize(dtype), &bytes);
+  if (is_beyond) throw Malformed("a tensor larger than any memory");
+  return bytes;
 }
 
 // The kind and value of what stands for itself: no tensor, list, device or generator.

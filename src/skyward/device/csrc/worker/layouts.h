@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../wire/records.h"
+#include "../wire/values.h"
 
 namespace sky {
 
@@ -16,14 +16,6 @@ inline uint8_t bits_of(const at::Tensor& t) { return (t.is_conj() ? kConjugated 
 inline void set_bits(const at::Tensor& t, uint8_t bits) {
   if (bits & kConjugated) t.unsafeGetTensorImpl()->_set_conj(true);
   if (bits & kNegated) t.unsafeGetTensorImpl()->_set_neg(true);
-}
-
-// Undefined is a dtype too, but no tensor has it.
-inline c10::ScalarType checked_dtype(uint8_t number) {
-  auto dtype = static_cast<c10::ScalarType>(number);
-  if (number >= static_cast<uint8_t>(c10::ScalarType::NumOptions) || dtype == c10::ScalarType::Undefined)
-    throw Malformed("an unknown dtype");
-  return dtype;
 }
 
 struct Layout {
@@ -37,8 +29,7 @@ struct Layout {
     Layout layout{checked_dtype(dtype), {}, {}, bits};
     for (int i = 0; i < dim; i++) layout.sizes.push_back(r.i64());
     for (int i = 0; i < dim; i++) layout.strides.push_back(r.i64());
-    for (int i = 0; i < dim; i++)
-      if (layout.sizes[i] < 0 || layout.strides[i] < 0) throw Malformed("a negative size or stride");
+    check_layout(layout.sizes, layout.strides);
     return layout;
   }
 
@@ -47,21 +38,7 @@ struct Layout {
   }
 
   // Bytes from the start of a storage that a tensor so laid out may touch; throws where no storage has as many.
-  uint64_t extent(int64_t offset) const {
-    if (offset < 0) throw Malformed("a negative offset");
-    auto last = offset;
-    bool is_beyond = false;
-    for (size_t i = 0; i < sizes.size(); i++) {
-      if (!sizes[i]) return 0;
-      int64_t span;
-      is_beyond |= __builtin_mul_overflow(sizes[i] - 1, strides[i], &span);
-      is_beyond |= __builtin_add_overflow(last, span, &last);
-    }
-    uint64_t bytes;
-    is_beyond |= __builtin_mul_overflow(static_cast<uint64_t>(last) + 1, c10::elementSize(dtype), &bytes);
-    if (is_beyond) throw Malformed("a tensor larger than any memory");
-    return bytes;
-  }
+  uint64_t extent(int64_t offset) const { return extent_of(dtype, sizes, strides, offset); }
 };
 
 class Layouts {

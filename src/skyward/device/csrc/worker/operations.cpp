@@ -320,6 +320,7 @@ void Session::ask(Reader& r) {
     else reply(*reason);
     return;
   }
+  t.known = false;  // until all outputs are told: an operation finds as many as the template has
   t.outs.clear();
   t.new_slots = 0;
   Writer w;

@@ -190,6 +190,7 @@ class Session {
   std::string small(const at::Tensor& dense);
 
   // shared.cpp: memory of the client's that is mapped here as well.
+  void check_shares() const;
   void share(Reader& r);
   void unshare(Reader& r);
   void copy_in(Reader& r);

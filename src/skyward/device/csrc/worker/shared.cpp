@@ -3,10 +3,16 @@
 #include "session.h"
 
 namespace sky {
+
+// There is none without rings: the client is on another host.
+void Session::check_shares() const {
+  if (!rings_) throw Malformed("shared memory from another host");
+}
+
 void Session::share(Reader& r) {
   auto number = r.u32();
   auto bytes = r.u64();
-  if (!rings_) throw Malformed("shared memory from another host");
+  check_shares();
   if (areas_.count(number)) throw Malformed("an area that is known already");
   int fd = receive_descriptor(bulk_.first().socket());
   if (fd < 0) throw Malformed("shared memory without a descriptor");
@@ -38,6 +44,7 @@ char* Session::shared(uint32_t number, uint64_t offset, uint64_t bytes) {
 }
 
 void Session::copy_in(Reader& r) {
+  check_shares();
   auto& held = slots_[r.u32()];
   auto offset = r.u64(), bytes = r.u64();
   auto area = r.u32();
@@ -47,6 +54,7 @@ void Session::copy_in(Reader& r) {
 }
 
 void Session::copy_out(Reader& r) {
+  check_shares();
   auto& held = slots_[r.u32()];
   auto dtype = r.u8(), dim = r.u8();
   auto layout = Layout::read(r, dtype, dim, 0);
