@@ -2,7 +2,10 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <system_error>
 #include <vector>
 
 #include "../wire/socket.h"
@@ -14,17 +17,47 @@ namespace {
 // Snapshots that wait for the link; beyond, the caller waits too.
 constexpr uint64_t kQueuedMost = 256 << 20;
 
-// New memory costs more than the bytes that come into it, unless the kernel makes it of large pages.
-void want_large_pages([[maybe_unused]] void* at, [[maybe_unused]] uint64_t bytes) {
+constexpr uint64_t kLargePage = 2 << 20;
+// From here on threads make the pages, at most so many.
+constexpr uint64_t kManyPages = 16 << 20;
+constexpr unsigned kMakersMost = 3;
+
+// Of Linux 5.14; the headers may be older.
+[[maybe_unused]] constexpr int kPopulateWrite = 23;
+
 #ifdef MADV_HUGEPAGE
-  constexpr uint64_t page = 2 << 20;
-  auto begin = (reinterpret_cast<uintptr_t>(at) + page - 1) / page * page;
-  auto end = (reinterpret_cast<uintptr_t>(at) + bytes) / page * page;
-  if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
+// Whether the kernel has made the page there.
+bool is_made(char* at) {
+  unsigned char found = 0;
+  return ::mincore(at, 1, &found) || (found & 1);
 }
+#endif
 
 }  // namespace
+
+std::vector<std::jthread> Bulk::make_pages([[maybe_unused]] void* into, [[maybe_unused]] uint64_t bytes) {
+  std::vector<std::jthread> makers;
+#ifdef MADV_HUGEPAGE
+  auto begin = (reinterpret_cast<uintptr_t>(into) + kLargePage - 1) / kLargePage * kLargePage;
+  auto end = (reinterpret_cast<uintptr_t>(into) + bytes) / kLargePage * kLargePage;
+  if (begin >= end) return makers;
+  auto* first = reinterpret_cast<char*>(begin);
+  ::madvise(first, end - begin, MADV_HUGEPAGE);
+  if (bytes < kManyPages || rings_ || (is_made(first) && is_made(first + (end - begin) / 2))) return makers;
+  auto next = std::make_shared<std::atomic<uintptr_t>>(begin);
+  auto make = [next, end](std::stop_token stop) {
+    for (uintptr_t at; (at = next->fetch_add(kLargePage)) < end && !stop.stop_requested();)
+      if (::madvise(reinterpret_cast<void*>(at), kLargePage, kPopulateWrite)) return;
+  };
+  auto count = std::clamp(std::thread::hardware_concurrency() / 4, 1u, kMakersMost);
+  try {
+    for (unsigned i = 0; i < count; ++i) makers.emplace_back(make);
+  } catch (const std::system_error&) {
+    // No more threads: who receives makes them.
+  }
+#endif
+  return makers;
+}
 
 Bulk::Bulk(std::vector<Way> ways, SharedRings* rings) : ways_(std::move(ways)), rings_(rings) {}
 
@@ -148,7 +181,6 @@ void Bulk::send_queued() {
 
 void Bulk::receive(void* into, uint64_t size) {
   Stripes::Progress progress;
-  if (size >= Stripes::kLong) want_large_pages(into, size);
   try {
     {
       std::unique_lock lock(mutex_);
