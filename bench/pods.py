@@ -210,6 +210,7 @@ def forwarded_calls(rounds: int, calls: int) -> Sequence[Row]:
         with ExitStack() as stack:
             found = stack.enter_context(cluster())
             compute = opened(stack, found.provider(direct=False))
+            here = stack.enter_context(sky.Compute(options=QUIET))
             pod, port = serve_echo() >> compute
             near = stack.enter_context(found.forwarding(pod, port))
             end = stack.enter_context(socket.create_connection(("127.0.0.1", near)))
@@ -222,13 +223,17 @@ def forwarded_calls(rounds: int, calls: int) -> Sequence[Row]:
             taken = interleave(
                 {
                     "call": lambda: p50(lambda: nothing() >> compute, calls),
+                    "both": lambda: p50(lambda: (echo(), nothing() >> here), calls),
                     "echo": lambda: p50(echo, calls),
                 },
                 rounds=rounds,
             )
     except NoTestbedError as problem:
         return [absent(what, against, str(problem))]
-    return [compared(what, taken["call"], against, taken["echo"], "<= 1.5x")]
+    return [
+        compared(what, taken["call"], against, taken["echo"], "<= 1.5x"),
+        compared(what, taken["call"], f"{against}, then a call here", taken["both"]),
+    ]
 
 
 @sky.function
