@@ -108,28 +108,14 @@ ssize_t Connection::outcome(int result, size_t moved) {
   return kOver;
 }
 
-ssize_t Connection::decrypt(void* into, size_t size) {
-  size_t moved = 0;
-  errno = 0;
-  library().ERR_clear_error();
-  // Two statements: a compiler may read `moved` before it calls.
-  int result = library().SSL_read_ex(ssl_, into, size, &moved);
-  return outcome(result, moved);
-}
-
-ssize_t Connection::read(void* into, size_t size) {
+ssize_t Connection::receive(void* into, size_t size) {
   if (ssl_) {
-    if (early_at_ == early_end_) {
-      if (size >= early_.size()) return decrypt(into, size);
-      auto n = decrypt(early_.data(), early_.size());
-      if (n <= 0) return n;
-      early_at_ = 0;
-      early_end_ = static_cast<size_t>(n);
-    }
-    auto n = std::min(size, early_end_ - early_at_);
-    std::memcpy(into, early_.data() + early_at_, n);
-    early_at_ += n;
-    return static_cast<ssize_t>(n);
+    size_t moved = 0;
+    errno = 0;
+    library().ERR_clear_error();
+    // Two statements: a compiler may read `moved` before it calls.
+    int result = library().SSL_read_ex(ssl_, into, size, &moved);
+    return outcome(result, moved);
   }
   for (;;) {
     auto n = ::recv(fd_, into, size, 0);
@@ -139,6 +125,20 @@ ssize_t Connection::read(void* into, size_t size) {
     why_ = n ? std::strerror(errno) : "the other end closed the connection";
     return kOver;
   }
+}
+
+ssize_t Connection::read(void* into, size_t size) {
+  if (early_at_ == early_end_) {
+    if (size >= early_.size()) return receive(into, size);
+    auto n = receive(early_.data(), early_.size());
+    if (n <= 0) return n;
+    early_at_ = 0;
+    early_end_ = static_cast<size_t>(n);
+  }
+  auto n = std::min(size, early_end_ - early_at_);
+  std::memcpy(into, early_.data() + early_at_, n);
+  early_at_ += n;
+  return static_cast<ssize_t>(n);
 }
 
 ssize_t Connection::write(const void* data, size_t size) {

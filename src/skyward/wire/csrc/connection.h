@@ -54,14 +54,15 @@ class Connection {
  private:
   const OpenSsl& library() const { return *context_->library; }
   ssize_t outcome(int result, size_t moved);
-  ssize_t decrypt(void* into, size_t size);
+  ssize_t receive(void* into, size_t size);
 
   const int fd_;
   const std::shared_ptr<const TlsContext> context_;
   SSL* ssl_ = nullptr;
   bool wants_write_ = false;
   std::string why_;
-  // What TLS has given and nobody has read: a small message is a few short reads, each of which would cost OpenSSL 2 us.
+  // What has come and nobody has read: a small message is a few short reads, each of which would be a call of the
+  // kernel, or cost OpenSSL 2 us.
   std::array<char, 4096> early_;
   size_t early_at_ = 0, early_end_ = 0;
 };
