@@ -1,6 +1,8 @@
 #include "connection.h"
 
 #include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -164,6 +166,13 @@ bool Connection::await(bool to_read, int milliseconds) const {
   pollfd watched{fd_, static_cast<short>(to_read ? POLLIN : POLLOUT), 0};
   int ready = ::poll(&watched, 1, milliseconds);
   return ready > 0 || (ready < 0 && errno == EINTR);
+}
+
+void Connection::acknowledge_less() const noexcept {
+#ifdef TCP_QUICKACK
+  int off = 0;
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_QUICKACK, &off, sizeof off);
+#endif
 }
 
 std::string Connection::peer() const {

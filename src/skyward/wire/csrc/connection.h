@@ -44,6 +44,10 @@ class Connection {
   // Waits for the socket; false if the time has passed. A negative time means for ever.
   bool await(bool to_read, int milliseconds) const;
 
+  // Until it has been silent for 40 ms, the kernel acknowledges every other small message, not each: on a connection of
+  // one direction, that takes as long as to send one.
+  void acknowledge_less() const noexcept;
+
   std::string peer() const;  // the name in the other end's certificate
   // Reads and writes of any thread end at once; what has arrived can still be read.
   void shut() noexcept;

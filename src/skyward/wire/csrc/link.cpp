@@ -35,6 +35,8 @@ constexpr int kCountMilliseconds = 2;
 // How long a thread looks for a small message before it sleeps.
 constexpr auto kSpin = std::chrono::microseconds(60);
 constexpr ssize_t kSmall = 4 << 10;
+// After so many of them, the kernel is told again to acknowledge less.
+constexpr uint32_t kSmallReads = 16;
 
 std::shared_ptr<void> memory_of(uint64_t size) {
   auto* made = std::malloc(size);
@@ -374,6 +376,7 @@ uint64_t Link::take(Lock& lock, char* into, uint64_t size, int milliseconds, boo
   auto n = waits_first ? Connection::kNotNow : read(*pair, into, size);
   if (n == Connection::kNotNow && milliseconds && await_soon(*pair->in, milliseconds)) n = read(*pair, into, size);
   if (n > 0) is_small_ = n <= kSmall;
+  if (n > 0 && is_small_ && small_reads_++ % kSmallReads == 0) pair->in->acknowledge_less();
   if (!is_small_) is_soon_ = false;
   std::vector<std::shared_ptr<void>> dropped;
   lock.lock();

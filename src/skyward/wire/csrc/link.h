@@ -209,6 +209,7 @@ class Link : public std::enable_shared_from_this<Link> {
   bool reading_ = false;
   bool is_soon_ = false;   // the last wait was short
   bool is_small_ = false;  // the last read was
+  uint32_t small_reads_ = 0;
   std::deque<std::vector<char>> inbox_;
   size_t inbox_taken_ = 0;  // of the first
   std::unique_ptr<char[]> for_later_;
