@@ -422,6 +422,19 @@ def test_a_record_that_comes_in_parts_is_waited_for(eventually: Eventually) -> N
         end.close()
 
 
+def test_what_a_plain_connection_has_read_ahead_is_told_and_read() -> None:
+    near, far = socket.socketpair()
+    end = native.NativeSocket(near)
+    with far:
+        far.sendall(b"some bytes")
+        assert end.recv(5) == b"some "
+        assert end.pending()
+        assert end.recv(100) == b"bytes"
+        assert not end.pending()
+    assert end.recv(1) == b""
+    end.close()
+
+
 def test_a_closed_connection_says_so() -> None:
     near, far = socket.socketpair()
     far.close()
