@@ -1,0 +1,182 @@
+"""The world that simulated programs are started in: programs, hosts, what goes wrong, what is said."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from greenlet import getcurrent
+
+from . import tls
+from .kernel import File, NullFile, Process
+from .modules import MAIN_IDENT, Machinery, Program, SimulatedFile, is_private
+
+PRELOADED = [
+    "asyncio",
+    "tempfile",
+    "shutil",
+    "uuid",
+    "secrets",
+    "concurrent.futures.thread",
+    "skyward",
+    "skyward.compute",
+    "skyward.worker.agent",
+    "skyward.worker.executor",
+    "skyward.nodes.fleet",
+    "skyward.providers.local",
+]
+ENVIRONMENT = {
+    "SKYWARD_LINKS": "python",
+    "HOME": "/root",
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+}
+
+
+class Shown(File):
+    """Takes what a process prints, for the history."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.machinery.kernel)
+        self._world = world
+        self._line = b""
+
+    def events(self) -> int:
+        return 4
+
+    def write(self, data: bytes) -> int:
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            self._world.said.append(line.decode(errors="replace"))
+            self.kernel.note(f"prints {line.decode(errors='replace')}")
+        return len(data)
+
+
+class World:
+    """Programs that are loaded and not used yet, and the machinery that they run on."""
+
+    def __init__(self, programs: int) -> None:
+        # First as they are: what they share is loaded over the real modules.
+        for name in PRELOADED:
+            importlib.import_module(name)
+        for name in ("rich.console", "cloudpickle", "xxhash", "numpy"):
+            importlib.import_module(name)
+        self.machinery = Machinery()
+        self.kernel = self.machinery.kernel
+        self.programs = [Program(self.machinery, PRELOADED) for _ in range(programs)]
+        for program in self.programs:
+            handshake: Any = program.modules["skyward.wire.handshake"]
+            handshake.Authority = tls.authority(handshake, self.kernel)
+        self.said: list[str] = []
+        self.problems: list[str] = []
+        self.commands: dict[str, Callable[[Process], int]] = {}
+        """What runs besides Python modules, by the first word."""
+        self.kernel.start = self._run
+        gc.collect()
+        gc.freeze()
+
+    def begin(self, seed: int | str) -> None:
+        """Have everything from now on be what a seed says."""
+        self.kernel.random.seed(seed)
+        self.kernel.hub = getcurrent()
+        self.folder = tempfile.mkdtemp(prefix="sim-", dir="/dev/shm")
+
+    def end(self) -> None:
+        """Remove what the run has left."""
+        os.chdir("/")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def spawn(self, argv: list[str], host: str = "client", **environment: str) -> Process:
+        """Start a process that no other process has started."""
+        process = self.kernel.spawn(
+            None,
+            argv=argv,
+            environment={**ENVIRONMENT, "TMPDIR": self.folder, "SKYWARD_STATE": f"{self.folder}/state",
+                         "XDG_CACHE_HOME": f"{self.folder}/cache", **environment},
+            directory=self.folder,
+            host=host,
+        )
+        process.put(0, NullFile(self.kernel))
+        process.put(1, Shown(self))
+        process.put(2, Shown(self))
+        return process
+
+    def _run(self, process: Process) -> None:
+        """The life of a process, on its main thread."""
+        kernel = self.kernel
+        assert process.main is not None
+        process.main.ident = MAIN_IDENT
+        status = 1
+        try:
+            status = self._status(process)
+        finally:
+            if not process.dead:
+                kernel.end(process, status)
+
+    def _status(self, process: Process) -> int:
+        program = self.programs.pop()
+        process.modules = program.modules
+        if process.argv[0] in self.commands:
+            name = process.argv[0]
+        else:
+            name = process.argv[process.argv.index("-m") + 1] if "-m" in process.argv else ""
+        output = io.TextIOWrapper(
+            io.BufferedWriter(SimulatedFile(self.machinery, 1, "w", closefd=False)),
+            encoding="utf-8",
+            write_through=True,
+        )
+        errors = io.TextIOWrapper(
+            io.BufferedWriter(SimulatedFile(self.machinery, 2, "w", closefd=False)),
+            encoding="utf-8",
+            write_through=True,
+        )
+        given = io.TextIOWrapper(
+            io.BufferedReader(SimulatedFile(self.machinery, 0, "r", closefd=False)),
+            encoding="utf-8",
+        )
+        process.system = {
+            "argv": [name, *process.argv[process.argv.index(name) + 1 :]] if name else process.argv,
+            "orig_argv": process.argv,
+            "stdin": given,
+            "stdout": output,
+            "stderr": errors,
+            "path": list(sys.path),
+            "excepthook": sys.__excepthook__,
+        }
+        program.modules["os"].environ.update(process.environment)
+        self.kernel.enter_again(process)
+        try:
+            if name in self.commands:
+                result = self.commands[name](process)
+            elif name:
+                result = importlib.import_module(name).main()
+            else:
+                print(f"no program {process.argv}", file=errors)
+                result = 127
+        except SystemExit as leaving:
+            result = leaving.code  # type: ignore[assignment]
+        except BaseException:
+            self.kernel.note(f"fails: {traceback.format_exc()}")
+            traceback.print_exc(file=errors)
+            result = 1
+        try:
+            program.modules["threading"]._shutdown()
+            program.modules["atexit"]._run_exitfuncs()
+            output.flush()
+        except BaseException:
+            traceback.print_exc(file=errors)
+            result = 1
+        if isinstance(result, str):
+            print(result, file=errors)
+            result = 1
+        errors.flush()
+        return result or 0
