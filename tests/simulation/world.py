@@ -42,6 +42,17 @@ ENVIRONMENT = {
 }
 
 
+_world: World | None = None
+
+
+def world(programs: int) -> World:
+    """The world of this process, with everything loaded."""
+    global _world
+    if _world is None:
+        _world = World(programs)
+    return _world
+
+
 class Shown(File):
     """Takes what a process prints, for the history."""
 
@@ -75,7 +86,13 @@ class World:
         self.programs = [Program(self.machinery, PRELOADED) for _ in range(programs)]
         for program in self.programs:
             handshake: Any = program.modules["skyward.wire.handshake"]
-            handshake.Authority = tls.authority(handshake, self.kernel)
+            real, simulated = handshake.Authority, tls.authority(handshake, self.kernel)
+            for module in program.modules.values():
+                if getattr(module, "Authority", None) is real:
+                    module.Authority = simulated  # type: ignore[attr-defined]
+            self._give_hosts(program.modules["skyward.providers.local"])
+        self.hosts = False
+        """Whether each node is a host of its own; else all is on one."""
         self.said: list[str] = []
         self.problems: list[str] = []
         self.commands: dict[str, Callable[[Process], int]] = {}
@@ -83,6 +100,24 @@ class World:
         self.kernel.start = self._run
         gc.collect()
         gc.freeze()
+
+    def _give_hosts(self, local: Any) -> None:
+        """Have each machine of the provider `Local` be a host of its own, if there are hosts."""
+        made = local.LocalMachine.__init__
+
+        def make(machine: Any, *args: Any, **given: Any) -> None:
+            made(machine, *args, **given)
+            if self.hosts:
+                machine.address = machine.direct = f"host{machine.node}"
+
+        local.LocalMachine.__init__ = make
+
+    def _host(self, process: Process) -> str:
+        """The host of a process that another one has started."""
+        folder = process.directory.rpartition("/")[2]
+        if self.hosts and folder.startswith("sky-"):
+            return f"host{folder.rpartition('-')[2].partition('.')[0]}"
+        return process.host
 
     def begin(self, seed: int | str) -> None:
         """Have everything from now on be what a seed says."""
@@ -124,6 +159,7 @@ class World:
 
     def _status(self, process: Process) -> int:
         program = self.programs.pop()
+        process.host = self._host(process)
         process.modules = program.modules
         if process.argv[0] in self.commands:
             name = process.argv[0]

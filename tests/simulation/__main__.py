@@ -1,0 +1,47 @@
+"""`python -m tests.simulation`: run whole pools with many seeds, or one seed again."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+
+ADDR_NO_RANDOMIZE = 0x0040000
+
+
+def _always_the_same() -> None:
+    """Start again with addresses and hashes that are the same in every run."""
+    libc = ctypes.CDLL(None)
+    before = libc.personality(0xFFFFFFFF)
+    if before & ADDR_NO_RANDOMIZE and os.environ.get("PYTHONHASHSEED") == "0":
+        return
+    libc.personality(before | ADDR_NO_RANDOMIZE)
+    os.environ["PYTHONHASHSEED"] = "0"
+    if not libc.personality(0xFFFFFFFF) & ADDR_NO_RANDOMIZE:
+        return
+    os.execv(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]])
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds (default 1000)")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--seed", type=int, help="run this one again, and show its history")
+    parser.add_argument("--twice", action="store_true", help="run each seed twice, and compare")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, help="begin no further seed after so long")
+    given = parser.parse_args()
+    _always_the_same()
+    from . import runner
+
+    if given.seed is not None:
+        runner.show(given.seed)
+    return runner.run(
+        range(given.first, given.first + given.seeds), given.jobs, given.seconds, given.twice
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
