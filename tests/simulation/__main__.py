@@ -37,7 +37,7 @@ def main() -> int:
     from . import runner
 
     if given.seed is not None:
-        runner.show(given.seed)
+        return runner.show(given.seed)
     return runner.run(
         range(given.first, given.first + given.seeds), given.jobs, given.seconds, given.twice
     )

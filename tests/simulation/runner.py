@@ -10,12 +10,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import NoReturn
 
 PROGRAMS = 24
-REAL_SECONDS = 120.0
+REAL_SECONDS = 120
 """A seed that takes longer is stuck in the simulator itself, or in a loop that never waits."""
 SHOWN = 40
 COMMAND = "python -m tests.simulation --seed"
@@ -68,55 +69,37 @@ def run_here(seed: int) -> Outcome:
     return outcome
 
 
-def run_forked(seed: int) -> Outcome:
-    """Run a seed in a fork of this process."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(reading)
-            outcome = run_here(seed)
-            if not outcome.problem:
-                outcome.history = []
-            with os.fdopen(writing, "wb") as file:
-                file.write(json.dumps(asdict(outcome)).encode())
-        except BaseException:
-            traceback.print_exc(file=sys.__stderr__)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    data = b""
-    deadline = time.monotonic() + REAL_SECONDS
-    with os.fdopen(reading, "rb", buffering=0) as file:
-        while True:
-            ready, _, _ = select.select([file], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                os.kill(pid, signal.SIGKILL)
-                break
-            part = file.read(1 << 20)
-            if not part:
-                break
-            data += part
-    os.waitpid(pid, 0)
-    if not data:
-        return Outcome(seed, problem=f"no end after {REAL_SECONDS:g} s of real time, or a crash")
-    return Outcome(**json.loads(data))
+def _child(seed: int, writing: int, *, history: bool) -> NoReturn:
+    """Run a seed, and write how it has ended."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(REAL_SECONDS)
+    try:
+        outcome = run_here(seed)
+        if not outcome.problem and not history:
+            outcome.history = []
+        _write(outcome, writing)
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+        os._exit(1)
+    # The threads of the run are left as they are: to end them would run what they do at an end.
+    os._exit(0)
 
 
-def show(seed: int) -> NoReturn:
+def _write(outcome: Outcome, writing: int) -> None:
+    data = json.dumps(asdict(outcome)).encode() + b"\n"
+    while data:
+        data = data[os.write(writing, data) :]
+
+
+def show(seed: int) -> int:
     """Run one seed, and print all that is known of it."""
-    from .world import world
-
-    world(PROGRAMS)
-    outcome = run_here(seed)
+    (outcome,) = _outcomes([seed], jobs=1, history=True)
     print("\n".join(outcome.history))
     print(_summary(outcome))
     if outcome.problem:
         print(outcome.stacks)
         print(outcome.problem)
-    sys.stdout.flush()
-    # The threads of the run are left as they are: to end them would run what they do at an end.
-    os._exit(1 if outcome.problem else 0)
+    return 1 if outcome.problem else 0
 
 
 def _summary(outcome: Outcome) -> str:
@@ -131,38 +114,21 @@ def _summary(outcome: Outcome) -> str:
 def run(seeds: Iterable[int], jobs: int, seconds: float | None, twice: bool) -> int:
     """Run seeds on several processes; print what failed, and how to see it again."""
     began = time.monotonic()
-    todo = list(seeds)
-    pipes = []
-    for job in range(jobs):
-        reading, writing = os.pipe()
-        if os.fork() == 0:
-            os.close(reading)
-            with os.fdopen(writing, "w") as lines:
-                _work(todo[job::jobs], lines, began, seconds, twice)
-            os._exit(0)
-        os.close(writing)
-        pipes.append(os.fdopen(reading, "r"))
     failed: list[Outcome] = []
     done, virtual, spent = 0, 0.0, 0.0
-    counts: dict[str, int] = {}
-    waiting = list(pipes)
-    while waiting:
-        for file in select.select(waiting, [], [])[0]:
-            line = file.readline()
-            if not line:
-                waiting.remove(file)
-                continue
-            outcome = Outcome(**json.loads(line))
-            done += 1
-            virtual += outcome.virtual
-            spent += outcome.seconds
-            for name, count in outcome.counts.items():
-                counts[name] = counts.get(name, 0) + count
-            if outcome.problem:
-                failed.append(outcome)
-                _tell(outcome)
-    for _ in range(jobs):
-        os.wait()
+    counts: Counter[str] = Counter()
+    digests: dict[int, str] = {}
+    for outcome in _outcomes(list(seeds), jobs, seconds=seconds, times=2 if twice else 1):
+        done += 1
+        virtual += outcome.virtual
+        spent += outcome.seconds
+        counts.update(outcome.counts)
+        before = digests.setdefault(outcome.seed, outcome.digest)
+        if before != outcome.digest:
+            outcome.problem += f"\ntwo runs differ: {before} and {outcome.digest}"
+        if outcome.problem:
+            failed.append(outcome)
+            _tell(outcome)
     told = ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items()))
     print(
         f"{done:,} seeds, {virtual / 3600:,.1f} h of pools in {time.monotonic() - began:,.0f} s "
@@ -174,19 +140,53 @@ def run(seeds: Iterable[int], jobs: int, seconds: float | None, twice: bool) -> 
     return 0
 
 
-def _work(seeds: list[int], lines, began: float, seconds: float | None, twice: bool) -> None:  # type: ignore[no-untyped-def]
+def _outcomes(
+    seeds: list[int],
+    jobs: int,
+    *,
+    seconds: float | None = None,
+    history: bool = False,
+    times: int = 1,
+) -> Iterator[Outcome]:
+    """How seeds end, on several processes, as they end."""
     from .world import world
 
     world(PROGRAMS)
+    pipes = []
+    for job in range(jobs):
+        reading, writing = os.pipe()
+        if os.fork() == 0:
+            os.close(reading)
+            mine = [seed for seed in seeds[job::jobs] for _ in range(times)]
+            _work(mine, writing, seconds, history=history)
+        os.close(writing)
+        pipes.append(os.fdopen(reading, "r"))
+    waiting = list(pipes)
+    while waiting:
+        for file in select.select(waiting, [], [])[0]:
+            line = file.readline()
+            if line:
+                yield Outcome(**json.loads(line))
+            else:
+                waiting.remove(file)
+    for _ in range(jobs):
+        os.wait()
+
+
+def _work(seeds: list[int], writing: int, seconds: float | None, *, history: bool) -> NoReturn:
+    """Run each seed in a fork of this process, which does nothing else: so they start alike."""
+    deadline = time.monotonic() + (1e9 if seconds is None else seconds)
     for seed in seeds:
-        if seconds is not None and time.monotonic() - began > seconds:
+        if time.monotonic() > deadline:
             break
-        outcome = run_forked(seed)
-        if twice and not outcome.problem:
-            again = run_forked(seed)
-            if again.digest != outcome.digest:
-                outcome.problem = f"two runs differ: {outcome.digest} and {again.digest}"
-        print(json.dumps(asdict(outcome)), file=lines, flush=True)
+        pid = os.fork()
+        if pid == 0:
+            _child(seed, writing, history=history)
+        _, status = os.waitpid(pid, 0)
+        if status:
+            what = f"no end after {REAL_SECONDS} s of real time, or a crash: status {status}"
+            _write(Outcome(seed, problem=what), writing)
+    os._exit(0)
 
 
 def _tell(outcome: Outcome) -> None:

@@ -8,7 +8,6 @@ import io
 import os
 import shutil
 import sys
-import tempfile
 import traceback
 import types
 from collections.abc import Callable
@@ -123,7 +122,11 @@ class World:
         """Have everything from now on be what a seed says."""
         self.kernel.random.seed(seed)
         self.kernel.hub = getcurrent()
-        self.folder = tempfile.mkdtemp(prefix="sim-", dir="/dev/shm")
+        # The same in every run of a seed: paths are in messages, and in the keys of tables.
+        base = os.environ.get("SIMULATION_FOLDER", "/dev/shm/simulation")
+        self.folder = f"{base}-{seed}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.makedirs(self.folder)
 
     def end(self) -> None:
         """Remove what the run has left."""
