@@ -111,6 +111,8 @@ class Kernel:
         self.history: deque[str] = deque(maxlen=4000)
         self.start: Callable[[Process], None] = lambda process: None
         """Runs the program of a process that was started, on its main thread."""
+        self.start_as: Callable[[Process, Callable[[], None]], None]
+        """The same, with something else to do than its program."""
         self.abandoned: list[greenlet] = []
         """Threads of killed processes: they must not be collected, which would run their ends."""
         self.pausing = True
@@ -280,6 +282,37 @@ class Kernel:
         process.main = self.thread(process, lambda: self.start(process))
         return process
 
+    def split(self, stay_behind: Callable[[int], None]) -> None:
+        """Fork: the current thread goes on as the child, with the program that it has.
+
+        The parent gets another program, and does `stay_behind` with the child's number.
+        """
+        thread = self.current
+        assert thread is not None
+        parent = thread.process
+        child = Process(
+            self,
+            next(self.pids),
+            parent,
+            argv=parent.argv,
+            environment=parent.environment,
+            directory=parent.directory,
+            host=parent.host,
+            session=parent.group,
+        )
+        self.processes[child.pid] = child
+        for number, file in parent.descriptors.items():
+            child.put(number, file)
+        child.handlers = dict(parent.handlers)
+        child.modules, child.main = parent.modules, thread
+        child.system = {name: getattr(sys, name) for name in SWITCHED}
+        child.threads.append(thread)
+        parent.threads.remove(thread)
+        thread.process = child
+        parent.modules = {}
+        parent.main = self.thread(parent, lambda: self.start_as(parent, lambda: stay_behind(child.pid)))
+        self.loaded = child
+
     def thread(self, process: Process, work: Callable[[], None]) -> Thread:
         """Start a thread of a process."""
 
@@ -287,9 +320,10 @@ class Kernel:
             try:
                 work()
             finally:
-                if not process.dead:
+                # A process that has forked goes on as its child.
+                if not thread.process.dead:
                     thread.done = True
-                    process.threads.remove(thread)
+                    thread.process.threads.remove(thread)
                     if thread.sentinel is not None:
                         thread.sentinel.release()
                     thread.ended.wake()
@@ -382,7 +416,8 @@ class Process:
         self.environment = environment
         self.directory = directory
         self.host = host
-        self.name = f"{argv[-1].rpartition('.')[2]}-{pid}"
+        named = argv[argv.index("-m") + 1] if "-m" in argv else argv[0]
+        self.name = f"{named.rpartition('.')[2]}-{pid}"
         self.group = pid if session is None else session
         self.began = kernel.now + kernel.wall
         self.modules: dict[str, ModuleType] = {}

@@ -14,6 +14,7 @@ import importlib
 import io
 import mmap
 import os
+import re
 import resource
 import select
 import signal
@@ -559,6 +560,21 @@ class Machinery:
 
             return change
 
+        def fork() -> int:
+            """The caller goes on as the child; as its parent, only `detached.leave` is known."""
+            caller = sys._getframe(1)
+            if caller.f_code.co_name != "leave":
+                return int(unsupported())
+            given = dict(caller.f_locals)
+
+            def stay_behind(pid: int) -> None:
+                detached = sys.modules["skyward.worker.detached"]
+                it.process.close(given["announcing"])
+                detached._stay_behind(given["folder"], given["announced"], pid)
+
+            kernel.split(stay_behind)
+            return 0
+
         def eventfd(value: int = 0, flags: int = 0) -> int:
             made = Counter(kernel, value)
             made.blocking = not flags & os.EFD_NONBLOCK
@@ -604,7 +620,7 @@ class Machinery:
             register_at_fork=lambda **given: None,
             cpu_count=lambda: 2,
             sched_getaffinity=lambda pid: {0, 1},
-            fork=unsupported,
+            fork=fork,
             forkpty=unsupported,
             getloadavg=lambda: (0.0, 0.0, 0.0),
             getenv=lambda name, default=None: module.environ.get(name, default),
@@ -643,6 +659,8 @@ class Machinery:
                 binary, **(text or {"encoding": "utf-8"}), line_buffering=buffering == 1
             )
         if not isinstance(file, int):
+            if (status := self._status(os.fspath(file))) is not None:
+                return io.BytesIO(status.encode()) if "b" in mode else io.StringIO(status)
             if self.kernel.current is not None:
                 self.kernel.pause()
                 self.disk.check("write" if set(mode) & set("wax+") else "open", file)
@@ -653,6 +671,18 @@ class Machinery:
         if process is not self.nobody:
             process.opened.add(made)
         return made
+
+    def _status(self, path: Any) -> str | None:
+        """What /proc says of a simulated process, if it is that file."""
+        found = re.fullmatch(r"/proc/(\d+)/stat", path) if isinstance(path, str) else None
+        if found is None:
+            return None
+        process = self.kernel.processes.get(int(found[1]))
+        if process is None or process.reaped:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        state = "Z" if process.dead else "T" if process.stopped else "S"
+        fields = [state, *("0" for _ in range(18)), str(int(process.began * 100)), "0 0"]
+        return f"{process.pid} ({process.name}) {' '.join(fields)}"
 
     def io_module(self) -> types.ModuleType:
         module = _copy(io, "io")

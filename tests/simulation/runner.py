@@ -149,6 +149,7 @@ def _outcomes(
     times: int = 1,
 ) -> Iterator[Outcome]:
     """How seeds end, on several processes, as they end."""
+    from . import pool  # noqa: F401 - before the forks, so that all run the same
     from .world import world
 
     world(PROGRAMS)

@@ -21,6 +21,8 @@ class Ledger:
         self.finished: Counter[int] = Counter()
         self.written: dict[int, list[str]] = {}
         """The lines that the last try of each call has printed."""
+        self.changes: dict[str, list[tuple[float, float, int | None]]] = {}
+        """Of each shared counter, when increments began and ended, and what they returned."""
 
 
 def ledger() -> Ledger:
@@ -78,8 +80,24 @@ def rank(number: int) -> tuple[int, int]:
     return number, sky.instance_info().global_worker_index
 
 
-def add(name: str, amount: int) -> Any:
-    """Add to a shared counter."""
+def add(name: str) -> int:
+    """Add one to a shared counter, and write down when that was, and what it returned."""
+    import time
+
     import skyward as sky
 
-    return sky.counter(name).increment(amount)
+    mine = ledger().changes.setdefault(name, [])
+    at = len(mine)
+    began = time.monotonic()
+    mine.append((began, float("inf"), None))
+    found = int(sky.counter(name).increment(1))
+    mine[at] = (began, time.monotonic(), found)
+    return found
+
+
+def nested(number: int, seconds: float) -> tuple[int, int]:
+    """Have another worker, or this one, do the work."""
+    import skyward as sky
+
+    found: tuple[int, int] = sky.function(work)(number, seconds, 1) >> sky
+    return found

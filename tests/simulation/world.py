@@ -82,14 +82,7 @@ class World:
             importlib.import_module(name)
         self.machinery = Machinery()
         self.kernel = self.machinery.kernel
-        self.programs = [Program(self.machinery, PRELOADED) for _ in range(programs)]
-        for program in self.programs:
-            handshake: Any = program.modules["skyward.wire.handshake"]
-            real, simulated = handshake.Authority, tls.authority(handshake, self.kernel)
-            for module in program.modules.values():
-                if getattr(module, "Authority", None) is real:
-                    module.Authority = simulated  # type: ignore[attr-defined]
-            self._give_hosts(program.modules["skyward.providers.local"])
+        self.programs = [self._load() for _ in range(programs)]
         self.hosts = False
         """Whether each node is a host of its own; else all is on one."""
         self.said: list[str] = []
@@ -97,6 +90,7 @@ class World:
         self.commands: dict[str, Callable[[Process], int]] = {}
         """What runs besides Python modules, by the first word."""
         self.kernel.start = self._run
+        self.kernel.start_as = self._run
         gc.collect()
         gc.freeze()
 
@@ -148,20 +142,40 @@ class World:
         process.put(2, Shown(self))
         return process
 
-    def _run(self, process: Process) -> None:
+    def _run(self, process: Process, work: Callable[[], None] | None = None) -> None:
         """The life of a process, on its main thread."""
-        kernel = self.kernel
-        assert process.main is not None
-        process.main.ident = MAIN_IDENT
+        thread = self.kernel.current
+        assert thread is not None
+        thread.ident = MAIN_IDENT
         status = 1
         try:
-            status = self._status(process)
+            status = self._status(process, work)
         finally:
-            if not process.dead:
-                kernel.end(process, status)
+            # It may have forked, and be the child.
+            if not thread.process.dead:
+                self.kernel.end(thread.process, status)
 
-    def _status(self, process: Process) -> int:
-        program = self.programs.pop()
+    def _program(self) -> Program:
+        """One that no process has; if there is none any more, it is loaded now, which takes long."""
+        if self.programs:
+            return self.programs.pop()
+        current, self.kernel.current = self.kernel.current, None
+        made = self._load()
+        self.kernel.current = current
+        return made
+
+    def _load(self) -> Program:
+        program = Program(self.machinery, PRELOADED)
+        handshake: Any = program.modules["skyward.wire.handshake"]
+        real, simulated = handshake.Authority, tls.authority(handshake, self.kernel)
+        for module in program.modules.values():
+            if getattr(module, "Authority", None) is real:
+                module.Authority = simulated  # type: ignore[attr-defined]
+        self._give_hosts(program.modules["skyward.providers.local"])
+        return program
+
+    def _status(self, process: Process, work: Callable[[], None] | None) -> int:
+        program = self._program()
         process.host = self._host(process)
         process.modules = program.modules
         if process.argv[0] in self.commands:
@@ -184,7 +198,7 @@ class World:
         )
         process.system = {
             "argv": [name, *process.argv[process.argv.index(name) + 1 :]] if name else process.argv,
-            "orig_argv": process.argv,
+            "orig_argv": list(process.argv),
             "stdin": given,
             "stdout": output,
             "stderr": errors,
@@ -194,7 +208,10 @@ class World:
         program.modules["os"].environ.update(process.environment)
         self.kernel.enter_again(process)
         try:
-            if name in self.commands:
+            result: Any = None
+            if work is not None:
+                work()
+            elif name in self.commands:
                 result = self.commands[name](process)
             elif name:
                 result = importlib.import_module(name).main()
