@@ -18,7 +18,7 @@ INSTALL = UV_FIND_LINKS="$(call PIP_SAYS,find-links,$(COMMA))" UV_DEFAULT_INDEX=
 	$(BIN)/uv pip install -q --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all walks check check-python check-cpp format fuzz sanitize bench docs wheels clean
+.PHONY: help setup demo test test-all simulate walks check check-python check-cpp format fuzz sanitize bench docs wheels clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,11 @@ test-all: setup  ## run the tests in full: all dtypes of op_db, whole examples, 
 	@$(COMPILE)
 	@$(INSTALL) -c constraints-dev.txt -e '.[trackers]'
 	@TORCH_PIP_ARGS='$(TORCH_PIP_ARGS)' $(BIN)/python tests/run.py --all
+
+SEEDS := 1000
+
+simulate: setup  ## run whole pools with SEEDS=1000 seeds in a simulated world, with faults
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 WALKS := tests/test_walks.py tests/providers/test_ssh.py tests/providers/test_kubernetes.py
 

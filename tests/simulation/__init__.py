@@ -1,1 +1,1 @@
-"""A simulated world for whole pools: one thread, in an order and with faults that a seed chooses."""
+"""A simulated world for whole pools: one thread, an order and faults that a seed chooses."""

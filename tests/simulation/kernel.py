@@ -8,6 +8,7 @@ same run.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import heapq
 import itertools
@@ -169,7 +170,7 @@ class Kernel:
                 return
 
     def pause(self) -> None:
-        """A call of the kernel's: takes a little time, and lets others go on if the seed says so."""
+        """A call of the kernel's: takes a little time; lets others go on if the seed says so."""
         thread = self.current
         if thread is None:
             return
@@ -270,7 +271,8 @@ class Kernel:
                 frame = thread.green.gr_frame
                 for each in traceback.extract_stack(frame)[-14:] if frame is not None else ():
                     if "/simulation/" not in each.filename:
-                        lines.append(f"    {each.filename.rpartition('/')[2]}:{each.lineno} {each.name}: {each.line}")
+                        file = each.filename.rpartition("/")[2]
+                        lines.append(f"    {file}:{each.lineno} {each.name}: {each.line}")
         return "\n".join(lines)
 
     # Processes.
@@ -310,7 +312,9 @@ class Kernel:
         parent.threads.remove(thread)
         thread.process = child
         parent.modules = {}
-        parent.main = self.thread(parent, lambda: self.start_as(parent, lambda: stay_behind(child.pid)))
+        parent.main = self.thread(
+            parent, lambda: self.start_as(parent, lambda: stay_behind(child.pid))
+        )
         self.loaded = child
 
     def thread(self, process: Process, work: Callable[[], None]) -> Thread:
@@ -344,10 +348,8 @@ class Kernel:
         for number in list(process.descriptors):
             process.close(number)
         for number in process.files:
-            try:
+            with contextlib.suppress(OSError):
                 os.close(number)
-            except OSError:
-                pass
         process.files.clear()
         for file in list(process.opened):
             if not file.closed:

@@ -7,6 +7,7 @@ draws numbers, or reaches files, processes and the network. Other modules are sh
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -22,8 +23,7 @@ import socket
 import sys
 import time
 import types
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -69,7 +69,17 @@ def is_private(name: str) -> bool:
 
 SIMULATED = {
     *("time", "_thread", "select", "_socket", "os", "io", "signal", "_posixsubprocess", "fcntl"),
-    *("psutil", "ctypes", "faulthandler", "resource", "ssl", "mmap", "atexit", "_queue", "_asyncio"),
+    *(
+        "psutil",
+        "ctypes",
+        "faulthandler",
+        "resource",
+        "ssl",
+        "mmap",
+        "atexit",
+        "_queue",
+        "_asyncio",
+    ),
 }
 
 
@@ -104,7 +114,7 @@ class Machinery:
         kernel, it = self.kernel, self
 
         class Lock:
-            __slots__ = ("_held", "_queue", "__weakref__")
+            __slots__ = ("__weakref__", "_held", "_queue")
 
             def __init__(self) -> None:
                 self._held = False
@@ -144,7 +154,7 @@ class Machinery:
                 self.release()
 
         class RLock:
-            __slots__ = ("_count", "_owner", "_queue", "__weakref__")
+            __slots__ = ("__weakref__", "_count", "_owner", "_queue")
 
             def __init__(self) -> None:
                 self._count = 0
@@ -235,10 +245,8 @@ class Machinery:
             kernel.pause()
 
             def body() -> None:
-                try:
+                with contextlib.suppress(SystemExit):
                     work(*args, **(kwargs or {}))
-                except SystemExit:
-                    pass
 
             return kernel.thread(it.process, body).ident
 
@@ -388,14 +396,18 @@ class Machinery:
         kernel, it = self.kernel, self
         base = socket_class(kernel, self.network)
 
-        def socketpair(family: int = socket.AF_UNIX, kind: int = socket.SOCK_STREAM, proto: int = 0) -> Any:
+        def socketpair(
+            family: int = socket.AF_UNIX, kind: int = socket.SOCK_STREAM, proto: int = 0
+        ) -> Any:
             kernel.pause()
             ends = pair(kernel, int(family), int(kind), it.process.host)
             for end in ends:
                 end.owner = it.process.pid
             return tuple(base(fileno=it.process.add(end)) for end in ends)
 
-        def getaddrinfo(host: Any, port: Any, family: int = 0, kind: int = 0, proto: int = 0, flags: int = 0) -> Any:
+        def getaddrinfo(
+            host: Any, port: Any, family: int = 0, kind: int = 0, proto: int = 0, flags: int = 0
+        ) -> Any:
             name = host.decode() if isinstance(host, bytes) else host or "0.0.0.0"
             name = "127.0.0.1" if name == "localhost" else name
             return [(socket.AF_INET, kind or socket.SOCK_STREAM, 6, "", (name, int(port or 0)))]
@@ -633,7 +645,9 @@ class Machinery:
         module.__dict__.pop("posix_spawn", None)
         return module
 
-    def open(self, file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
+    def open(
+        self, file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any
+    ) -> Any:
         """`open`, also of simulated descriptors."""
         process = self.process
         closefd = kwargs.get("closefd", True)
@@ -651,10 +665,9 @@ class Machinery:
             if "b" in mode:
                 return binary
             names = ("encoding", "errors", "newline")
-            text = {
-                name: value
-                for name, value in zip(names, args, strict=False)
-            } | {name: kwargs[name] for name in names if name in kwargs}
+            text = dict(zip(names, args, strict=False)) | {
+                name: kwargs[name] for name in names if name in kwargs
+            }
             return io.TextIOWrapper(
                 binary, **(text or {"encoding": "utf-8"}), line_buffering=buffering == 1
             )
@@ -667,7 +680,7 @@ class Machinery:
             file = _translated(file)
         else:
             process.files.discard(file)
-        made = io.open(file, mode, buffering, *args, **kwargs)
+        made = builtins.open(file, mode, buffering, *args, **kwargs)  # noqa: SIM115
         if process is not self.nobody:
             process.opened.add(made)
         return made
@@ -759,9 +772,7 @@ class Machinery:
                 host=variables.get("SIMULATED_HOST", me.host),
                 session=None if new_session else me.group,
             )
-            child.handlers.update(
-                {n: h for n, h in me.handlers.items() if h == signal.SIG_IGN}
-            )
+            child.handlers.update({n: h for n, h in me.handlers.items() if h == signal.SIG_IGN})
             for number, given in ((0, p2cread), (1, c2pwrite), (2, errwrite)):
                 file = me.descriptors.get(number if given == -1 else given)
                 child.put(number, NullFile(kernel) if file is None else file)
@@ -840,7 +851,7 @@ class Machinery:
         return module
 
     def ctypes_module(self) -> types.ModuleType:
-        kernel, it = self.kernel, self
+        _kernel, it = self.kernel, self
         libc = ctypes.CDLL(None)
 
         class Library:
@@ -856,7 +867,7 @@ class Machinery:
                 return 0
 
         class PythonApi:
-            def PyThreadState_SetAsyncExc(self, ident: Any, kind: Any) -> int:
+            def PyThreadState_SetAsyncExc(self, ident: Any, kind: Any) -> int:  # noqa: N802
                 wanted = getattr(ident, "value", ident)
                 for thread in it.process.threads:
                     if thread.ident == wanted:

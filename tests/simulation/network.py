@@ -13,6 +13,10 @@ from typing import Any
 from .kernel import PIPE_SIZE, Bytes, File, Kernel, Process, WaitQueue
 
 SOCKET_SIZE = 212_992
+PROBE_SECONDS = 35.0
+"""After so long without an answer, probes of an idle connection have failed."""
+RETRANSMIT_SECONDS = 924.0
+"""So long Linux sends again what nobody acknowledges."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "")
 
 
@@ -68,10 +72,10 @@ class Socket(File):
     def shut(self, how: int, *, reset: bool = False) -> None:
         """End one direction or both."""
         if self.outgoing is not None and how in (real.SHUT_WR, real.SHUT_RDWR):
-            if not self.outgoing.ended:
-                self.outgoing.ended = True if self.wire is None else self.outgoing.ended
-                if self.wire is not None:
-                    self.wire.finish(self, reset=reset)
+            if self.wire is None:
+                self.outgoing.ended = True
+            else:
+                self.wire.finish(self, reset=reset)
         if self.incoming is not None and how in (real.SHUT_RD, real.SHUT_RDWR):
             self.incoming.ended = True
             if self.wire is None:
@@ -186,13 +190,13 @@ class Wire:
         self.network = network
         self.kernel = network.kernel
         self.ends = ends
-        self.arrives = {end: 0.0 for end in ends}
+        self.arrives = dict.fromkeys(ends, 0.0)
         """When the last of what each end has sent arrives."""
-        self.flying = {end: 0 for end in ends}
+        self.flying = dict.fromkeys(ends, 0)
         self.finished: set[Socket] = set()
         self.refused: set[Socket] = set()
         self.silent = False
-        """Nothing arrives any more, and nobody is told."""
+        """Nothing arrives any more, and nobody is told; see `silence`."""
         self.is_cut = False
 
     def other(self, end: Socket) -> Socket:
@@ -224,6 +228,30 @@ class Wire:
             other.changed.wake()
 
         self.later(end, arrive)
+        if self.silent:
+            self.give_up(end, RETRANSMIT_SECONDS)
+
+    def silence(self) -> None:
+        """Let nothing arrive any more; the ends notice as kernels do."""
+        self.silent = True
+        for end in self.ends:
+            probes = end.options.get((real.SOL_SOCKET, real.SO_KEEPALIVE))
+            if self.flying[end]:
+                self.give_up(end, RETRANSMIT_SECONDS)
+            elif probes:
+                self.give_up(end, PROBE_SECONDS)
+
+    def give_up(self, end: Socket, seconds: float) -> None:
+        """Fail an end whose peer has acknowledged nothing for so long."""
+        problem = TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        idle = seconds == PROBE_SECONDS
+
+        def fail() -> None:
+            # A probe is sent only while nothing else is under way.
+            if not self.is_cut and not (idle and self.flying[end]):
+                end.fail(problem)
+
+        self.kernel.at(self.kernel.now + seconds, fail)
 
     def taken(self, end: Socket) -> None:
         """An end has read: the other one may send more."""
@@ -402,7 +430,9 @@ class Poll:
         self.kernel = kernel
         self.watched: dict[int, int] = {}
 
-    def register(self, file: Any, mask: int = select.POLLIN | select.POLLPRI | select.POLLOUT) -> None:
+    def register(
+        self, file: Any, mask: int = select.POLLIN | select.POLLPRI | select.POLLOUT
+    ) -> None:
         self.watched[number_of(file)] = mask
 
     def modify(self, file: Any, mask: int) -> None:
@@ -645,7 +675,9 @@ def socket_class(kernel: Kernel, network: Network) -> type:
                 problem, file.problem = file.problem, None
                 return 0 if problem is None else problem.errno
             if level == real.SOL_SOCKET and option == real.SO_PEERCRED:
-                return struct.pack("3i", file.peer.owner if file.peer else 0, os.getuid(), os.getgid())
+                return struct.pack(
+                    "3i", file.peer.owner if file.peer else 0, os.getuid(), os.getgid()
+                )
             if level == real.SOL_SOCKET and option in (real.SO_SNDBUF, real.SO_RCVBUF):
                 return PIPE_SIZE
             if size:
@@ -673,7 +705,9 @@ def socket_class(kernel: Kernel, network: Network) -> type:
         def recvfrom(self, size: int, flags: int = 0) -> tuple[bytes, Any]:
             return self.recv(size, flags), self._file().peer_address
 
-        def recvmsg(self, size: int, room: int = 0, flags: int = 0) -> tuple[bytes, list[Any], int, Any]:
+        def recvmsg(
+            self, size: int, room: int = 0, flags: int = 0
+        ) -> tuple[bytes, list[Any], int, Any]:
             file, until = self._file(), self._until()
             data = file.read_some(size, flags, until)
             return data, self._received(file), 0, None
@@ -717,7 +751,9 @@ def socket_class(kernel: Kernel, network: Network) -> type:
                 done = self._file().write_some(view, flags, until)
                 view = view[done:]
 
-        def sendmsg(self, buffers: Any, ancillary: Any = (), flags: int = 0, address: Any = None) -> int:
+        def sendmsg(
+            self, buffers: Any, ancillary: Any = (), flags: int = 0, address: Any = None
+        ) -> int:
             data = b"".join(bytes(memoryview(each).cast("B")) for each in buffers)
             file, process = self._file(), _process(kernel)
             given: list[Any] = []

@@ -1,4 +1,4 @@
-"""The world that simulated programs are started in: programs, hosts, what goes wrong, what is said."""
+"""The world that simulated programs are started in: programs, hosts, and what they print."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import traceback
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from greenlet import getcurrent
 
 from . import tls
 from .kernel import File, NullFile, Process
-from .modules import MAIN_IDENT, Machinery, Program, SimulatedFile, is_private
+from .modules import MAIN_IDENT, Machinery, Program, SimulatedFile
 
 PRELOADED = [
     "asyncio",
@@ -132,8 +131,13 @@ class World:
         process = self.kernel.spawn(
             None,
             argv=argv,
-            environment={**ENVIRONMENT, "TMPDIR": self.folder, "SKYWARD_STATE": f"{self.folder}/state",
-                         "XDG_CACHE_HOME": f"{self.folder}/cache", **environment},
+            environment={
+                **ENVIRONMENT,
+                "TMPDIR": self.folder,
+                "SKYWARD_STATE": f"{self.folder}/state",
+                "XDG_CACHE_HOME": f"{self.folder}/cache",
+                **environment,
+            },
             directory=self.folder,
             host=host,
         )
@@ -156,7 +160,7 @@ class World:
                 self.kernel.end(thread.process, status)
 
     def _program(self) -> Program:
-        """One that no process has; if there is none any more, it is loaded now, which takes long."""
+        """One that no process has; if there is none any more, it is loaded now."""
         if self.programs:
             return self.programs.pop()
         current, self.kernel.current = self.kernel.current, None
