@@ -83,7 +83,7 @@ format: setup  ## rewrite the sources in the house format
 	@$(BIN)/python -m ruff format .
 	@$(CLANG_FORMAT) -i $(CPP)
 
-# For how long each, and which: link, coding, worker or client; all of them if none is named.
+# For how long each, and which: link, coding, worker, peer or client; all of them if none is named.
 SECONDS ?= 60
 TARGET ?=
 

@@ -17,22 +17,35 @@ namespace {
 using sky::Connection;
 using sky::Link;
 
+class Socket {
+ public:
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  ~Socket() { close(); }
+  void close() {
+    if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+  }
+  int fd() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
 struct Ends {
   std::shared_ptr<Connection> near;
-  int far;
+  Socket far;
 };
 
 Ends connect() {
   int ends[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends)) std::abort();
-  return {std::make_shared<Connection>(ends[0], nullptr, nullptr), ends[1]};
+  return {std::make_shared<Connection>(ends[0], nullptr, nullptr), Socket(ends[1])};
 }
 
 // A connection over which this has come, and no more will.
 std::shared_ptr<Connection> saying(const uint8_t* data, size_t size) {
   auto [near, far] = connect();
-  if (size && ::send(far, data, size, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) std::abort();
-  ::close(far);
+  if (size && ::send(far.fd(), data, size, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) std::abort();
   return near;
 }
 
@@ -94,16 +107,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
           auto n = std::min(size, stripes[number - 1]);
           link->add_stripe(attempt, number, saying(data + size - n, n), false);
         }
-      if (cut) ::close(std::exchange(out.far, -1));
+      if (cut) out.far.close();
       if (of_calls) link->send_call("first", 5, false);
       else link->send("first", 5, true);
-      try {
-        use(*link, of_calls);
-      } catch (...) {
-        if (out.far >= 0) ::close(out.far);
-        throw;
-      }
-      if (out.far >= 0) ::close(out.far);
+      use(*link, of_calls);
     }
   } catch (const sky::LinkEnded&) {}
   link->end("the input ends");
