@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -96,3 +98,14 @@ def test_a_command_that_runs_counts_as_use(home: Path, eventually: Callable[...,
     eventually(lambda: not detached.running(Path(records.read("brief").nodes[0].machine)))
     with pytest.raises(sky.errors.PoolError, match="its machines are gone"):
         sky.attach("brief")
+
+
+def test_an_agent_that_has_ended_does_not_run_though_nobody_reaps_it(tmp_path: Path) -> None:
+    # As in a container whose first process is the user's script: `sky down` would never end.
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        mark = detached.start_mark(process.pid)
+        (tmp_path / detached.PID).write_text(f"{process.pid} {mark}\n")
+        assert detached.running(tmp_path) == process.pid
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not detached.running(tmp_path)

@@ -357,12 +357,16 @@ class Kernel:
         for child in self.processes.values():
             if child.parent is process:
                 child.parent = None
+                child.reaped = child.dead
                 if child.death_signal and not child.dead:
                     self.signal(child, child.death_signal)
         parent = process.parent
         if parent is not None:
             parent.children_changed.wake()
             self.signal(parent, signal.SIGCHLD)
+        else:
+            # The first process of a host reaps what has no parent any more.
+            process.reaped = True
         process.ended.wake()
         if self.current is not None and self.current.process is process:
             self.hub.switch()

@@ -174,7 +174,7 @@ class Pool:
         more = {"keep": True, "name": "kept", "ttl": 600.0} if self.keeps else {}
         nodes: Any = self.nodes
         if self.random.random() < 0.2:
-            nodes = (self.random.randint(0, self.nodes), self.nodes)
+            nodes = (self.random.randint(1 if self.keeps else 0, self.nodes), self.nodes)
         with (
             self._watched(sky, "the pool"),
             sky.Compute(

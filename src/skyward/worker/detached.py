@@ -65,12 +65,14 @@ def running(folder: Path) -> int:
 
 
 def start_mark(pid: int) -> str:
-    """The start time of a process in the system's form, since process numbers are reused."""
+    """The start time of a process in the system's form, since process numbers are reused.
+
+    Empty for one that has ended: in a container whose first process reaps nobody, it stays listed.
+    """
     with contextlib.suppress(OSError):
         # The name, in parentheses, may hold any text; the start is the 20th field after it.
-        return (
-            Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(") ")[2].split()[19]
-        )
+        status = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(") ")[2].split()
+        return "" if status[0] == "Z" else status[19]
     shown = subprocess.run(
         ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
     )
