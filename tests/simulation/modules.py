@@ -386,8 +386,12 @@ class Machinery:
                 [],
             )
 
+        class poll(Poll):  # noqa: N801 - the name of Python's
+            def __init__(self) -> None:
+                super().__init__(kernel)
+
         module = _copy(select, "select")
-        module.__dict__.update(epoll=epoll, poll=lambda: Poll(kernel), select=select_)
+        module.__dict__.update(epoll=epoll, poll=poll, select=select_)
         return module
 
     def socket_module(self) -> types.ModuleType:
