@@ -39,6 +39,7 @@ SUITES = {
     "state": "Shared state and objects that live on a node",
     "attach": "Kept pools",
     "device": "The torch device, on a CPU worker",
+    "links": "Links between machines: TLS beside plain C++ programs over the same library",
     "copies": "Copies between devices",
     "ddp": "Distributed training",
     "store": "The model store",
