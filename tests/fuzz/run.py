@@ -134,9 +134,11 @@ def sanitize(kind: str, seconds: int) -> None:
     core.parent.mkdir(parents=True, exist_ok=True)
     sources = sorted(native.SOURCES.glob("*.cpp"))
     run([compiler, *flags, "-shared", *sources, "-o", core, *libraries])
-    found = subprocess.run(
-        [compiler, f"-print-file-name={SANITIZERS[kind]}"], capture_output=True, text=True
-    )
+    # With the library of C++: the address sanitizer looks for its functions before Python has it.
+    preloaded = [
+        subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()
+        for name in (SANITIZERS[kind], "libstdc++.so.6")
+    ]
     tests = (sys.executable, "-m", "pytest", "-q", "-o", f"timeout={TEST_SECONDS}", *TESTS)
     for old in cache.glob("report.*"):
         old.unlink()
@@ -148,7 +150,7 @@ def sanitize(kind: str, seconds: int) -> None:
         "ASAN_OPTIONS": f"{OPTIONS['ASAN_OPTIONS']}:detect_leaks=0{said}",
     }
     try:
-        run(tests, LD_PRELOAD=found.stdout.strip(), **options)
+        run(tests, LD_PRELOAD=" ".join(preloaded), **options)
     finally:
         for report in cache.glob("report.*"):
             print(report.read_text())
