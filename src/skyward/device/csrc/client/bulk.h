@@ -35,8 +35,8 @@ class Bulk {
   // The memory may change when its owner was let go of, and does not before.
   void send_later(const void* data, uint64_t size, std::shared_ptr<const void> owner);
   // Memory that is to receive so much soon: has the kernel make it of large pages, if it is new. Those who read over
-  // several links would all come to a new page at once, and all but one of them would clear it in vain; so other threads
-  // make the pages, ahead of them, as long as the caller keeps these.
+  // several links would all come to a new page at once, and all but one of them would clear it in vain; so other
+  // threads make the pages, ahead of them, as long as the caller keeps these.
   std::vector<std::jthread> make_pages(void* into, uint64_t bytes);
   // Ctrl-C ends it: what is to come is skipped then.
   void receive(void* into, uint64_t size);
