@@ -94,7 +94,7 @@ struct Striping {
   const uint64_t until;
   size_t carriers;
   bool failed = false;
-  std::string heads;
+  std::string heads = {};
 };
 
 // Has the stream sent up to there over the stripes, each by a thread of its own, which takes the next part when it is
