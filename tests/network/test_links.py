@@ -17,7 +17,8 @@ import pytest
 from skyward.device import build
 from skyward.errors import AuthenticationError
 from skyward.wire import messages, native
-from skyward.wire.channel import Channel
+from skyward.wire.channel import PEEK_SIZE, Channel
+from skyward.wire.frames import HEADER, PROTOCOL
 from skyward.wire.handshake import (
     CONNECTIONS,
     Authority,
@@ -218,6 +219,29 @@ def test_a_result_is_taken_alone_and_what_comes_with_it_stays(
     eventually(lambda: client.native_link.peek(bytearray(1000), 1000) > 0)
     assert client.take_result(7) is None
     assert [frame.kind for frame in client.poll()] == [Ping.KIND, Result.KIND]
+
+
+@pytest.mark.parametrize("ends", [pytest.param(("native", "native"), marks=NATIVE)], indirect=True)
+def test_what_comes_with_a_result_is_found_though_only_the_result_was_looked_at(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = ends.client.native_link
+    # A frame of as many bytes as are looked at: no poller tells of what the link holds behind it.
+    size = PEEK_SIZE - HEADER.size - len(messages.encode(Result(7, 0.0, Payload(PEEK_SIZE))))
+    meta = messages.encode(Result(7, 0.0, Payload(size)))
+    frame = HEADER.pack(Result.KIND, 0, PROTOCOL, len(meta), size) + meta + bytes(size)
+    assert len(frame) == PEEK_SIZE
+
+    def peek(room: bytearray, most: int) -> int:
+        room[:most] = frame
+        return most
+
+    skipped: list[int] = []
+    monkeypatch.setattr(link, "peek", peek)
+    monkeypatch.setattr(link, "skip", skipped.append)
+    assert ends.client.take_result(7) is not None
+    assert skipped == [PEEK_SIZE]
+    assert ends.client.has_rest
 
 
 def test_who_waits_for_room_does_not_wait_for_a_closed_connection(ends: Ends) -> None:

@@ -317,7 +317,8 @@ class Channel:
         pickle = memoryview(bytes(room[body:end]))
         if isinstance(link, NativeLink):
             link.skip(end)
-            self.has_rest = count > end
+            # What was looked at may be all that fits, and not all that is there.
+            self.has_rest = count > end or count == PEEK_SIZE
         else:
             self._receiver.recv_into(room, end, _WHOLE)
         self.bytes_received += end

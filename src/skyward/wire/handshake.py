@@ -296,7 +296,7 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-def direct(endpoint: str, seconds: float) -> socket.socket:
+def direct(endpoint: str, seconds: float | None) -> socket.socket:
     """Connect to an endpoint straight over the network, without a provider's transport."""
     end = socket.create_connection(host_and_port(endpoint), seconds)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -307,7 +307,7 @@ def dial_here(endpoint: str) -> socket.socket:
     """Connect to a socket of this machine."""
     family, _, place = endpoint.partition(":")
     if family != "unix":
-        return socket.create_connection(host_and_port(endpoint))
+        return direct(endpoint, None)
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         end.connect(place)

@@ -113,7 +113,10 @@ def _of_python() -> ctypes.Array[ctypes.c_void_p]:
         *("PyLong_FromLongLong", "PyErr_Occurred", "PyEval_SaveThread", "PyEval_RestoreThread"),
         "PyCFunction_NewEx",
     )
-    found = (ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in names)
+    try:
+        found = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in names]
+    except AttributeError as problem:
+        raise OSError(f"this Python does not show its functions: {problem}") from None
     return (ctypes.c_void_p * len(names))(*found)
 
 

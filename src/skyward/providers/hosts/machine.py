@@ -620,16 +620,23 @@ class HostsOfLoop:
         try:
             yield
         finally:
+            problems: list[BaseException] = []
             while self.held or self.closing or self.background:
                 self.closing.update(self.held.values())
                 self.held.clear()
-                for host in list(self.closing):
-                    await host.close()
-                    self.closing.discard(host)
+                # One that is out of reach keeps no other waiting, nor open.
+                closed = list(self.closing)
+                found = await asyncio.gather(
+                    *(host.close() for host in closed), return_exceptions=True
+                )
+                self.closing.difference_update(closed)
+                problems += [each for each in found if isinstance(each, BaseException)]
                 while self.background:
                     await asyncio.wait(self.background)
             # It refers to the loop, which is forgotten with the last reference to it.
             self.ended, self._end = True, None
+            for problem in problems:
+                raise problem
 
 
 _hosts: WeakKeyDictionary[asyncio.AbstractEventLoop, HostsOfLoop] = WeakKeyDictionary()

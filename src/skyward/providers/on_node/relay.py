@@ -58,7 +58,10 @@ def connect(target, seconds):
             connection.connect(place)
             return connection
         host, port = place.rsplit(":", 1)
-        return socket.create_connection((host.strip("[]"), int(port)))
+        connection = socket.create_connection((host.strip("[]"), int(port)))
+        # A small message must not wait for the acknowledgement of the one before.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
     except OSError as problem:
         sys.stderr.write("skyward: %s: %s\n" % (target, problem))
         sys.exit(REFUSED)

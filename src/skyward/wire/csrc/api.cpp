@@ -92,7 +92,7 @@ constexpr int kFastCall = 0x80;
 constexpr int kReadable = 0, kWritable = 1;
 
 // For a function of Python's that gets memory and a number: what `f` says of the link, the memory and the number,
-// without the interpreter's lock; or -1 once the link has ended. Null: an exception is set.
+// without the interpreter's lock; or -1 once the link has ended. Null if the arguments are wrong.
 template <typename F>
 void* with_memory(void* self, void* const* arguments, ssize_t count, int flags, F&& f) {
   if (count != 2) return nullptr;
@@ -348,8 +348,13 @@ void* sky_link_skip(void* self, void* const* arguments, ssize_t count) {
   if (count != 1) return nullptr;
   auto size = python.PyLong_AsLongLong(arguments[0]);
   if (size == -1 && python.PyErr_Occurred()) return nullptr;
+  auto* handle = python.PyLong_AsVoidPtr(self);
   auto skip = [&](Link& link) { return link.skip(static_cast<uint64_t>(size)), 0; };
-  return python.PyLong_FromLongLong(unless_ended(python.PyLong_AsVoidPtr(self), skip));
+  // It may send counts, and then encrypts what waits.
+  auto* state = python.PyEval_SaveThread();
+  auto outcome = unless_ended(handle, skip);
+  python.PyEval_RestoreThread(state);
+  return python.PyLong_FromLongLong(outcome);
 }
 
 void sky_python(const Python* functions) { python = *functions; }

@@ -35,8 +35,8 @@ bool is_made(char* at) {
 
 }  // namespace
 
-std::vector<std::jthread> Bulk::make_pages([[maybe_unused]] void* into, [[maybe_unused]] uint64_t bytes) {
-  std::vector<std::jthread> makers;
+PageMakers Bulk::make_pages([[maybe_unused]] void* into, [[maybe_unused]] uint64_t bytes) {
+  PageMakers makers;
 #ifdef MADV_HUGEPAGE
   auto begin = (reinterpret_cast<uintptr_t>(into) + kLargePage - 1) / kLargePage * kLargePage;
   auto end = (reinterpret_cast<uintptr_t>(into) + bytes) / kLargePage * kLargePage;
@@ -45,13 +45,14 @@ std::vector<std::jthread> Bulk::make_pages([[maybe_unused]] void* into, [[maybe_
   ::madvise(first, end - begin, MADV_HUGEPAGE);
   if (bytes < kManyPages || rings_ || (is_made(first) && is_made(first + (end - begin) / 2))) return makers;
   auto next = std::make_shared<std::atomic<uintptr_t>>(begin);
-  auto make = [next, end](std::stop_token stop) {
-    for (uintptr_t at; (at = next->fetch_add(kLargePage)) < end && !stop.stop_requested();)
+  makers.stop = std::make_shared<std::atomic<bool>>(false);
+  auto make = [next, end, stop = makers.stop] {
+    for (uintptr_t at; (at = next->fetch_add(kLargePage)) < end && !*stop;)
       if (::madvise(reinterpret_cast<void*>(at), kLargePage, kPopulateWrite)) return;
   };
   auto count = std::clamp(std::thread::hardware_concurrency() / 4, 1u, kMakersMost);
   try {
-    for (unsigned i = 0; i < count; ++i) makers.emplace_back(make);
+    for (unsigned i = 0; i < count; ++i) makers.threads.emplace_back(make);
   } catch (const std::system_error&) {
     // No more threads: who receives makes them.
   }

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -23,6 +24,21 @@ struct Complaint {
   std::string text;
 };
 
+// Threads that make pages; they end with it. (Not every C++ library has threads that can be told to stop.)
+class PageMakers {
+ public:
+  PageMakers() = default;
+  PageMakers(PageMakers&&) = default;
+  PageMakers& operator=(PageMakers&&) = default;
+  ~PageMakers() {
+    if (stop) *stop = true;
+    for (auto& thread : threads) thread.join();
+  }
+
+  std::shared_ptr<std::atomic<bool>> stop;
+  std::vector<std::thread> threads;
+};
+
 class Bulk {
  public:
   // Through the rings if there are any; they belong to the caller.
@@ -37,7 +53,7 @@ class Bulk {
   // Memory that is to receive so much soon: has the kernel make it of large pages, if it is new. Those who read over
   // several links would all come to a new page at once, and all but one of them would clear it in vain; so other
   // threads make the pages, ahead of them, as long as the caller keeps these.
-  std::vector<std::jthread> make_pages(void* into, uint64_t bytes);
+  PageMakers make_pages(void* into, uint64_t bytes);
   // Ctrl-C ends it: what is to come is skipped then.
   void receive(void* into, uint64_t size);
   void skip(uint64_t size) { land({{}, size}); }

@@ -82,7 +82,7 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
       ask(record, sizeof record, true);
       return;
     }
-  std::vector<std::jthread> makers;
+  PageMakers makers;
   if (size >= Stripes::kLong) makers = bulk_.make_pages(into, size);
   auto record = fetch_record(located(source), false);
   auto content = ask(record.data(), record.size(), true, size <= kInlineFetch ? 0 : size);
