@@ -58,7 +58,6 @@ class Thread:
 
     __slots__ = (
         "done",
-        "ended",
         "green",
         "ident",
         "kernel",
@@ -82,7 +81,6 @@ class Thread:
         self.local: dict[int, dict[str, Any]] = {}
         self.sentinel: Any = None
         self.done = False
-        self.ended = WaitQueue()
         self.green = greenlet(work, kernel.hub)
 
 
@@ -110,10 +108,8 @@ class Kernel:
         self.steps = 0
         self.most_steps = steps
         self.history: deque[str] = deque(maxlen=4000)
-        self.start: Callable[[Process], None] = lambda process: None
-        """Runs the program of a process that was started, on its main thread."""
-        self.start_as: Callable[[Process, Callable[[], None]], None]
-        """The same, with something else to do than its program."""
+        self.start: Callable[[Process, Callable[[], None] | None], None]
+        """Runs a process on its main thread: its program, or something else that it has to do."""
         self.abandoned: list[greenlet] = []
         """Threads of killed processes: they must not be collected, which would run their ends."""
         self.pausing = True
@@ -281,7 +277,7 @@ class Kernel:
         """Start a process."""
         process = Process(self, next(self.pids), parent, **given)
         self.processes[process.pid] = process
-        process.main = self.thread(process, lambda: self.start(process))
+        process.main = self.thread(process, lambda: self.start(process, None))
         return process
 
     def split(self, stay_behind: Callable[[int], None]) -> None:
@@ -313,7 +309,7 @@ class Kernel:
         thread.process = child
         parent.modules = {}
         parent.main = self.thread(
-            parent, lambda: self.start_as(parent, lambda: stay_behind(child.pid))
+            parent, lambda: self.start(parent, lambda: stay_behind(child.pid))
         )
         self.loaded = child
 
@@ -330,7 +326,6 @@ class Kernel:
                     thread.process.threads.remove(thread)
                     if thread.sentinel is not None:
                         thread.sentinel.release()
-                    thread.ended.wake()
 
         thread = Thread(self, process, body)
         process.threads.append(thread)
@@ -367,7 +362,6 @@ class Kernel:
         else:
             # The first process of a host reaps what has no parent any more.
             process.reaped = True
-        process.ended.wake()
         if self.current is not None and self.current.process is process:
             self.hub.switch()
 
@@ -447,7 +441,6 @@ class Process:
         self.status = 0
         self.death_signal = 0
         self.children_changed = WaitQueue()
-        self.ended = WaitQueue()
 
     def add(self, file: File) -> int:
         """The lowest free descriptor for an open file."""

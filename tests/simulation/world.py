@@ -85,11 +85,9 @@ class World:
         self.hosts = False
         """Whether each node is a host of its own; else all is on one."""
         self.said: list[str] = []
-        self.problems: list[str] = []
         self.commands: dict[str, Callable[[Process], int]] = {}
         """What runs besides Python modules, by the first word."""
         self.kernel.start = self._run
-        self.kernel.start_as = self._run
         gc.collect()
         gc.freeze()
 
@@ -146,7 +144,7 @@ class World:
         process.put(2, Shown(self))
         return process
 
-    def _run(self, process: Process, work: Callable[[], None] | None = None) -> None:
+    def _run(self, process: Process, work: Callable[[], None] | None) -> None:
         """The life of a process, on its main thread."""
         thread = self.kernel.current
         assert thread is not None

@@ -73,7 +73,7 @@ class Channel:
         # Two plain connections lead to another machine, through a provider's own transport.
         self.shares_memory = link is None and receiver is None and sender.family == socket.AF_UNIX
         self.reads_ahead = isinstance(link, NativeLink) and link.is_of_calls
-        """Whether a large body may have brought bytes of the next frames, which TLS holds."""
+        """Whether a large body may have brought bytes of the next frames, which the link holds."""
         self.can_take_results = self.shares_memory or self.reads_ahead
         """Whether a thread that a Ctrl-C may interrupt can read a result: see `take_result`."""
         self.has_rest = False
@@ -269,7 +269,7 @@ class Channel:
             return []
         frames = self.cut(part)
         while self._holds_bytes and (not frames or frames[-1].body is not None):
-            # OpenSSL may hold decrypted bytes the selector cannot see.
+            # OpenSSL or the link may hold bytes that the selector cannot see.
             link = self.link
             holder = cast(ssl.SSLSocket, self._receiver) if link is None else link.incoming
             if not holder.pending():
