@@ -32,15 +32,15 @@ def main() -> int:
     parser.add_argument("--twice", action="store_true", help="run each seed twice, and compare")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, help="begin no further seed after so long")
+    parser.add_argument("--scenario", help="run this one with all seeds; else the seed chooses")
     given = parser.parse_args()
     _always_the_same()
     from . import runner
 
     if given.seed is not None:
-        return runner.show(given.seed)
-    return runner.run(
-        range(given.first, given.first + given.seeds), given.jobs, given.seconds, given.twice
-    )
+        return runner.show(given.seed, given.scenario)
+    seeds = range(given.first, given.first + given.seeds)
+    return runner.run(seeds, given.scenario, given.jobs, given.seconds, given.twice)
 
 
 if __name__ == "__main__":

@@ -2,162 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import signal
-import traceback
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from . import work
-from .kernel import Process, Stuck
+from .kernel import Process
+from .scenario import END_SECONDS, MOST_SECONDS, Scenario
 from .world import World
 
 OPERATIONS = (
     *("call", "futures", "futures", "gather", "broadcast", "stream", "fail", "timeout"),
     *("nested", "counter", "counter"),
 )
-END_SECONDS = 700.0
-"""So long after its client has left or died, nothing is left of a pool."""
-MOST_SECONDS = 10_000.0
-"""A client that is still there then hangs."""
 
 
-class Pool:
-    """One run: what the client does, and what happens to it, as a seed says."""
+class Pool(Scenario):
+    """A pool, and one client after another."""
+
+    killed = ("executor", "agent", "client")
+    stopped = ("agent", "executor")
 
     def __init__(self, world: World, seed: int) -> None:
-        self.world = world
-        self.kernel = world.kernel
-        self.network = world.machinery.network
-        self.random = Random(f"plan {seed}")
-        self.broken: list[str] = []
-        """What did not hold."""
-        self.counts: Counter[str] = Counter()
-        self.kinds: set[str] = set()
-        """The kinds of faults of this run."""
+        super().__init__(world, seed)
         self.client: Process
-        self.over = False
         self.is_down = False
         """Whether a client has ended the kept pool."""
-        world.begin(seed)
         world.hosts = self.random.random() < 0.6
         self.nodes = self.random.randint(1, 3)
         self.workers = self.random.choice((1, 1, 2))
         self.retries = self.random.choice((0, 0, 1, 3))
         self.keeps = self.random.random() < 0.25
         self.clients = self.random.randint(1, 3) if self.keeps else 1
-        if self.random.random() < 0.75:
-            kinds = ["executor", "agent", "stop", "client", "clock", "disk"]
-            kinds += ["cut", "cut", "cut", "silence", "partition"] if world.hosts else []
-            self.kinds = {self.random.choice(kinds) for _ in range(self.random.randint(1, 2))}
+        self._choose_faults()
         world.commands["client"] = self._client
         world.commands["later"] = self._later_client
-        self.failing: list[str] = []
-        """The errors that the next writes of files meet."""
-        world.machinery.disk.check = self._disk
 
     def run(self) -> None:
         """Run the client and the faults, wait for the end, and check what is left."""
-        kernel = self.kernel
         self.client = self.world.spawn(["client"])
-        for _ in range(self.random.randint(1, 6) if self.kinds else 0):
-            self._later(self._fault)
-        kernel.run(lambda: self.client.dead or kernel.now > 1000 + MOST_SECONDS)
-        self._ended()
+        self._begin_faults()
+        self._await(self.client)
         for _ in range(self.clients - 1):
             self.client = self.world.spawn(["later"])
-            kernel.run(lambda: self.client.dead or kernel.now > 1000 + MOST_SECONDS)
-            self._ended()
-        self.over = True
-        self.failing.clear()
-        for process in kernel.processes.values():
-            kernel.signal(process, signal.SIGCONT)
-        self.network.unreachable.clear()
-        deadline = kernel.now + END_SECONDS
-        kernel.at(deadline, lambda: None)
-        kernel.run(lambda: not self._living() or kernel.now >= deadline)
+            self._await(self.client)
+        self._end_faults()
         self._check()
-
-    def _ended(self) -> None:
-        if not self.client.dead:
-            raise Stuck(f"the client has not ended after {MOST_SECONDS:,.0f} s")
-
-    def _living(self) -> list[Process]:
-        return [each for each in self.kernel.processes.values() if not each.dead]
-
-    def _says(self, text: str) -> None:
-        self.broken.append(text)
-        self.kernel.note(f"DOES NOT HOLD: {text}")
-
-    # Faults.
-
-    def _later(self, action: Any) -> None:
-        seconds = self.random.choice((0.002, 0.01, 0.05, 0.3, 1.0, 5.0, 20.0, 100.0))
-        self.kernel.at(self.kernel.now + self.random.random() * seconds, action)
-
-    def _fault(self) -> None:
-        if self.over:
-            return
-        kind = self.random.choice(sorted(self.kinds))
-        kernel = self.kernel
-        done = ""
-        if kind in ("executor", "agent", "stop", "client"):
-            names = {"stop": ("agent", "executor")}.get(kind, (kind,))
-            found = [each for each in self._living() if each.name.partition("-")[0] in names]
-            if found:
-                process = self.random.choice(found)
-                done = f"{kind} {process.name}"
-                if kind != "stop":
-                    kernel.signal(process, signal.SIGKILL)
-                elif not process.stopped:
-                    kernel.signal(process, signal.SIGSTOP)
-                    self._later(lambda: kernel.signal(process, signal.SIGCONT))
-        elif kind == "clock":
-            seconds = self.random.choice((-86400.0, -60.0, 5.0, 3600.0))
-            kernel.wall += seconds
-            done = f"the wall clock jumps by {seconds:g} s"
-        elif kind == "disk":
-            count = self.random.choice((1, 1, 3, 20))
-            self.failing += [self.random.choice(("ENOSPC", "EIO"))] * count
-            done = f"the next {count} writes fail"
-            self._later(self.failing.clear)
-        elif kind in ("cut", "silence"):
-            wires = self.network.live()
-            if wires:
-                wire = self.random.choice(wires)
-                done = f"{kind} {wire.ends[0].host} to {wire.ends[1].host}"
-                if kind == "cut":
-                    wire.cut()
-                else:
-                    wire.silence()
-        else:
-            host = f"host{self.random.randrange(self.nodes)}"
-            done = f"{kind} {host}"
-            self.network.unreachable.add(host)
-            for wire in self.network.live():
-                if host in (wire.ends[0].host, wire.ends[1].host):
-                    wire.silence()
-            self._later(lambda: self.network.unreachable.discard(host))
-        if done:
-            self.counts[kind] += 1
-            kernel.note(f"FAULT {done}")
-        if self.random.random() < 0.7:
-            self._later(self._fault)
-
-    def _disk(self, operation: str, what: Any) -> None:
-        if self.failing and operation in ("write", "fsync", "mkdir", "rename", "replace"):
-            current = self.kernel.current
-            if current is None or (isinstance(what, int) and what < 3):
-                return
-            name = self.failing.pop()
-            self.kernel.note(f"{operation} {what} fails: {name}")
-            number = getattr(errno, name)
-            raise OSError(number, os.strerror(number), what if isinstance(what, str) else None)
 
     # The client.
 
@@ -211,28 +100,6 @@ class Pool:
             with self._watched(sky, "a call"):
                 self._operation(sky, compute)
             time.sleep(self.random.choice((0.0, 0.0, 0.1, 3.0, 40.0)))
-
-    @contextlib.contextmanager
-    def _watched(self, sky: Any, what: str) -> Iterator[None]:
-        """Let an error pass that a fault explains; note any other."""
-        try:
-            yield
-        except sky.SkywardError as problem:
-            self._expected(problem, what)
-        except OSError as problem:
-            if "disk" in self.kinds:
-                self._expected(problem, what)
-            else:
-                self._says(f"{what}: {''.join(traceback.format_exception(problem))}")
-        except Exception as problem:
-            self._says(f"{what}: {''.join(traceback.format_exception(problem))}")
-
-    def _expected(self, problem: BaseException, what: str) -> None:
-        """Errors are for faults alone, and say what has happened."""
-        self.counts["errors"] += 1
-        self.kernel.note(f"{what}: {type(problem).__name__}: {problem}")
-        if not self.kinds:
-            self._says(f"{what}: without a fault: {''.join(traceback.format_exception(problem))}")
 
     def _operation(self, sky: Any, compute: Any) -> None:
         # The copy of this process: it raises the copy's errors.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import select
@@ -13,13 +14,19 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import NoReturn
+from random import Random
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from .scenario import Scenario
 
 PROGRAMS = 24
 REAL_SECONDS = 120
 """A seed that takes longer is stuck in the simulator itself, or in a loop that never waits."""
 SHOWN = 40
-COMMAND = "python -m tests.simulation --seed"
+COMMAND = "python -m tests.simulation"
+SCENARIOS = {"pool": 1}
+"""How often each is chosen."""
 
 
 @dataclass
@@ -27,6 +34,7 @@ class Outcome:
     """How a seed has ended."""
 
     seed: int
+    scenario: str = ""
     problem: str = ""
     history: list[str] = field(default_factory=list)
     stacks: str = ""
@@ -37,23 +45,33 @@ class Outcome:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def run_here(seed: int) -> Outcome:
+def chosen(seed: int) -> str:
+    """The scenario of a seed."""
+    return Random(f"scenario {seed}").choices(list(SCENARIOS), list(SCENARIOS.values()))[0]
+
+
+def scenario(name: str) -> type[Scenario]:
+    """The class of a scenario: that of the same name as its module."""
+    found: type[Scenario] = getattr(importlib.import_module(f"{__package__}.{name}"), name.title())
+    return found
+
+
+def run_here(seed: int, name: str) -> Outcome:
     """Run a seed in this process, which is good for nothing else afterwards."""
-    from .pool import Pool
     from .world import world
 
     began = time.process_time()
-    outcome = Outcome(seed)
+    outcome = Outcome(seed, name)
     here = world(PROGRAMS)
     try:
-        pool = Pool(here, seed)
+        running = scenario(name)(here, seed)
         try:
-            pool.run()
+            running.run()
         except BaseException:
             outcome.problem = traceback.format_exc()
         else:
-            outcome.problem = "\n".join(pool.broken)
-        outcome.counts = dict(pool.counts)
+            outcome.problem = "\n".join(running.broken)
+        outcome.counts = {name: 1, **running.counts}
     except BaseException:
         outcome.problem = traceback.format_exc()
     kernel = here.kernel
@@ -69,12 +87,12 @@ def run_here(seed: int) -> Outcome:
     return outcome
 
 
-def _child(seed: int, writing: int, *, history: bool) -> NoReturn:
+def _child(seed: int, name: str, writing: int, *, history: bool) -> NoReturn:
     """Run a seed, and write how it has ended."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(REAL_SECONDS)
     try:
-        outcome = run_here(seed)
+        outcome = run_here(seed, name)
         if not outcome.problem and not history:
             outcome.history = []
         _write(outcome, writing)
@@ -91,9 +109,9 @@ def _write(outcome: Outcome, writing: int) -> None:
         data = data[os.write(writing, data) :]
 
 
-def show(seed: int) -> int:
+def show(seed: int, only: str | None) -> int:
     """Run one seed, and print all that is known of it."""
-    (outcome,) = _outcomes([seed], jobs=1, history=True)
+    (outcome,) = _outcomes([seed], only, jobs=1, history=True)
     print("\n".join(outcome.history))
     print(_summary(outcome))
     if outcome.problem:
@@ -104,21 +122,24 @@ def show(seed: int) -> int:
 
 def _summary(outcome: Outcome) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in sorted(outcome.counts.items()))
+    how = "FAILED" if outcome.problem else "held"
     return (
-        f"seed {outcome.seed}: {'FAILED' if outcome.problem else 'held'} after "
+        f"seed {outcome.seed} of {outcome.scenario}: {how} after "
         f"{outcome.virtual:,.1f} s in {outcome.seconds:.2f} s, {outcome.steps:,} steps, "
         f"digest {outcome.digest}; {counts}"
     )
 
 
-def run(seeds: Iterable[int], jobs: int, seconds: float | None, twice: bool) -> int:
+def run(
+    seeds: Iterable[int], only: str | None, jobs: int, seconds: float | None, twice: bool
+) -> int:
     """Run seeds on several processes; print what failed, and how to see it again."""
     began = time.monotonic()
     failed: list[Outcome] = []
     done, virtual, spent = 0, 0.0, 0.0
     counts: Counter[str] = Counter()
     digests: dict[int, str] = {}
-    for outcome in _outcomes(list(seeds), jobs, seconds=seconds, times=2 if twice else 1):
+    for outcome in _outcomes(list(seeds), only, jobs, seconds=seconds, times=2 if twice else 1):
         done += 1
         virtual += outcome.virtual
         spent += outcome.seconds
@@ -142,6 +163,7 @@ def run(seeds: Iterable[int], jobs: int, seconds: float | None, twice: bool) -> 
 
 def _outcomes(
     seeds: list[int],
+    only: str | None,
     jobs: int,
     *,
     seconds: float | None = None,
@@ -149,9 +171,11 @@ def _outcomes(
     times: int = 1,
 ) -> Iterator[Outcome]:
     """How seeds end, on several processes, as they end."""
-    from . import pool  # noqa: F401 - before the forks, so that all run the same
     from .world import world
 
+    # Before the forks, so that all run the same.
+    for each in SCENARIOS:
+        scenario(each)
     world(PROGRAMS)
     pipes = []
     for job in range(jobs):
@@ -159,7 +183,7 @@ def _outcomes(
         if os.fork() == 0:
             os.close(reading)
             mine = [seed for seed in seeds[job::jobs] for _ in range(times)]
-            _work(mine, writing, seconds, history=history)
+            _work(mine, only, writing, seconds, history=history)
         os.close(writing)
         pipes.append(os.fdopen(reading, "r"))
     waiting = list(pipes)
@@ -174,7 +198,9 @@ def _outcomes(
         os.wait()
 
 
-def _work(seeds: list[int], writing: int, seconds: float | None, *, history: bool) -> NoReturn:
+def _work(
+    seeds: list[int], only: str | None, writing: int, seconds: float | None, *, history: bool
+) -> NoReturn:
     """Run each seed in a fork of this process, which does nothing else: so they start alike."""
     deadline = time.monotonic() + (1e9 if seconds is None else seconds)
     for seed in seeds:
@@ -182,11 +208,11 @@ def _work(seeds: list[int], writing: int, seconds: float | None, *, history: boo
             break
         pid = os.fork()
         if pid == 0:
-            _child(seed, writing, history=history)
+            _child(seed, only or chosen(seed), writing, history=history)
         _, status = os.waitpid(pid, 0)
         if status:
             what = f"no end after {REAL_SECONDS} s of real time, or a crash: status {status}"
-            _write(Outcome(seed, problem=what), writing)
+            _write(Outcome(seed, only or chosen(seed), problem=what), writing)
     os._exit(0)
 
 
@@ -194,4 +220,8 @@ def _tell(outcome: Outcome) -> None:
     print(f"\n{_summary(outcome)}")
     print("\n".join(outcome.history[-SHOWN:]))
     print(outcome.problem)
-    print(f"again, with its whole history: {COMMAND} {outcome.seed}\n", flush=True)
+    print(
+        f"again, with its whole history: {COMMAND} --seed {outcome.seed} "
+        f"--scenario {outcome.scenario}\n",
+        flush=True,
+    )

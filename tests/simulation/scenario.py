@@ -1,0 +1,178 @@
+"""What all scenarios share: the faults that a seed chooses, and what is said of what they break."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+from .kernel import Process, Stuck
+from .world import World
+
+END_SECONDS = 700.0
+"""So long after its clients have left or died, nothing is left of a pool."""
+MOST_SECONDS = 10_000.0
+"""A client that is still there then hangs."""
+
+
+class Scenario:
+    """One run: what processes do, and what happens to them, as a seed says."""
+
+    killed: tuple[str, ...] = ()
+    """The names of processes that are faults of their own kind: they are killed."""
+    stopped: tuple[str, ...] = ()
+    """The names of processes that may stop for a while."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.kernel = world.kernel
+        self.network = world.machinery.network
+        self.random = Random(f"plan {seed}")
+        self.broken: list[str] = []
+        """What did not hold."""
+        self.counts: Counter[str] = Counter()
+        self.kinds: set[str] = set()
+        """The kinds of faults of this run."""
+        self.nodes = 1
+        self.over = False
+        """Whether nothing goes wrong any more."""
+        self.failing: list[str] = []
+        """The errors that the next writes of files meet."""
+        world.begin(seed)
+        world.machinery.disk.check = self._disk
+
+    def run(self) -> None:
+        """Run what the scenario is of, and check what must hold."""
+        raise NotImplementedError
+
+    def _choose_faults(self) -> None:
+        """Have one or two kinds of faults in most runs."""
+        if self.random.random() < 0.75:
+            kinds = [*self.killed, "stop", "clock", "disk"]
+            kinds += ["cut", "cut", "cut", "silence", "partition"] if self.world.hosts else []
+            self.kinds = {self.random.choice(kinds) for _ in range(self.random.randint(1, 2))}
+
+    def _begin_faults(self) -> None:
+        for _ in range(self.random.randint(1, 6) if self.kinds else 0):
+            self._later(self._fault)
+
+    def _await(self, process: Process) -> None:
+        """Let the world go on until a process has ended."""
+        kernel = self.kernel
+        kernel.run(lambda: process.dead or kernel.now > 1000 + MOST_SECONDS)
+        if not process.dead:
+            raise Stuck(f"{process.name} has not ended after {MOST_SECONDS:,.0f} s")
+
+    def _end_faults(self) -> None:
+        """Let nothing go wrong any more, and wait until everything has ended."""
+        kernel = self.kernel
+        self.over = True
+        self.failing.clear()
+        for process in kernel.processes.values():
+            kernel.signal(process, signal.SIGCONT)
+        self.network.unreachable.clear()
+        deadline = kernel.now + END_SECONDS
+        kernel.at(deadline, lambda: None)
+        kernel.run(lambda: not self._living() or kernel.now >= deadline)
+
+    def _living(self) -> list[Process]:
+        return [each for each in self.kernel.processes.values() if not each.dead]
+
+    def _says(self, text: str) -> None:
+        self.broken.append(text)
+        self.kernel.note(f"DOES NOT HOLD: {text}")
+
+    # Faults.
+
+    def _later(self, action: Callable[[], None]) -> None:
+        seconds = self.random.choice((0.002, 0.01, 0.05, 0.3, 1.0, 5.0, 20.0, 100.0))
+        self.kernel.at(self.kernel.now + self.random.random() * seconds, action)
+
+    def _fault(self) -> None:
+        if self.over:
+            return
+        kind = self.random.choice(sorted(self.kinds))
+        kernel = self.kernel
+        done = ""
+        if kind in (*self.killed, "stop"):
+            names = self.stopped if kind == "stop" else (kind,)
+            found = [each for each in self._living() if each.name.partition("-")[0] in names]
+            if found:
+                process = self.random.choice(found)
+                done = f"{kind} {process.name}"
+                if kind != "stop":
+                    kernel.signal(process, signal.SIGKILL)
+                elif not process.stopped:
+                    kernel.signal(process, signal.SIGSTOP)
+                    self._later(lambda: kernel.signal(process, signal.SIGCONT))
+        elif kind == "clock":
+            seconds = self.random.choice((-86400.0, -60.0, 5.0, 3600.0))
+            kernel.wall += seconds
+            done = f"the wall clock jumps by {seconds:g} s"
+        elif kind == "disk":
+            count = self.random.choice((1, 1, 3, 20))
+            self.failing += [self.random.choice(("ENOSPC", "EIO"))] * count
+            done = f"the next {count} writes fail"
+            self._later(self.failing.clear)
+        elif kind in ("cut", "silence"):
+            wires = self.network.live()
+            if wires:
+                wire = self.random.choice(wires)
+                done = f"{kind} {wire.ends[0].host} to {wire.ends[1].host}"
+                if kind == "cut":
+                    wire.cut()
+                else:
+                    wire.silence()
+        else:
+            host = f"host{self.random.randrange(self.nodes)}"
+            done = f"{kind} {host}"
+            self.network.unreachable.add(host)
+            for wire in self.network.live():
+                if host in (wire.ends[0].host, wire.ends[1].host):
+                    wire.silence()
+            self._later(lambda: self.network.unreachable.discard(host))
+        if done:
+            self.counts[kind] += 1
+            kernel.note(f"FAULT {done}")
+        if self.random.random() < 0.7:
+            self._later(self._fault)
+
+    def _disk(self, operation: str, what: Any) -> None:
+        if self.failing and operation in ("write", "fsync", "mkdir", "rename", "replace"):
+            current = self.kernel.current
+            if current is None or (isinstance(what, int) and what < 3):
+                return
+            name = self.failing.pop()
+            self.kernel.note(f"{operation} {what} fails: {name}")
+            number = getattr(errno, name)
+            raise OSError(number, os.strerror(number), what if isinstance(what, str) else None)
+
+    # What is said.
+
+    @contextlib.contextmanager
+    def _watched(self, sky: Any, what: str) -> Iterator[None]:
+        """Let an error pass that a fault explains; note any other."""
+        try:
+            yield
+        except sky.SkywardError as problem:
+            self._expected(problem, what)
+        except OSError as problem:
+            if "disk" in self.kinds:
+                self._expected(problem, what)
+            else:
+                self._says(f"{what}: {''.join(traceback.format_exception(problem))}")
+        except Exception as problem:
+            self._says(f"{what}: {''.join(traceback.format_exception(problem))}")
+
+    def _expected(self, problem: BaseException, what: str) -> None:
+        """Errors are for faults alone, and say what has happened."""
+        self.counts["errors"] += 1
+        self.kernel.note(f"{what}: {type(problem).__name__}: {problem}")
+        if not self.kinds:
+            self._says(f"{what}: without a fault: {''.join(traceback.format_exception(problem))}")
