@@ -448,8 +448,23 @@ class Machinery:
             file = simulated(number)
             if file is None:
                 disk.check("write", number)
-                return os.write(number, data)
+                done = os.write(number, data)
+                it.stamp(number)
+                return done
             return file.write(bytes(data))
+
+        def pwrite(number: int, data: Any, offset: int) -> int:
+            kernel.pause()
+            disk.check("write", number)
+            done = os.pwrite(number, data, offset)
+            it.stamp(number)
+            return done
+
+        def utime(path: Any, times: Any = None, **given: Any) -> None:
+            if times is None and not given:
+                it.stamp(path)
+            else:
+                os.utime(path, times, **given)
 
         def close(number: int) -> None:
             if simulated(number) is not None:
@@ -463,6 +478,8 @@ class Machinery:
             disk.check("open", path)
             number = os.open(_translated(path), flags, mode, dir_fd=dir_fd)
             it.process.files.add(number)
+            if flags & os.O_CREAT and not os.fstat(number).st_size:
+                it.stamp(number)
             return number
 
         def memfd_create(name: str, flags: int = 0) -> int:
@@ -603,6 +620,8 @@ class Machinery:
             environ={},
             read=read,
             write=write,
+            pwrite=pwrite,
+            utime=utime,
             close=close,
             open=open_,
             memfd_create=memfd_create,
@@ -684,10 +703,41 @@ class Machinery:
             file = _translated(file)
         else:
             process.files.discard(file)
-        made = builtins.open(file, mode, buffering, *args, **kwargs)  # noqa: SIM115
-        if process is not self.nobody:
-            process.opened.add(made)
+        if process is self.nobody:
+            return builtins.open(file, mode, buffering, *args, **kwargs)
+        if set(mode) & set("wax+"):
+            made = self._written(file, mode, buffering, *args, **kwargs)
+        else:
+            made = builtins.open(file, mode, buffering, *args, **kwargs)  # noqa: SIM115
+        process.opened.add(made)
         return made
+
+    def _written(
+        self,
+        file: Any,
+        mode: str,
+        buffering: int,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        """What `open` returns for a file that is written."""
+        raw = WrittenFile(self, file, mode.replace("b", "").replace("t", ""), closefd, opener)
+        if buffering == 0:
+            return raw
+        size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE
+        made: Any = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
+        if "b" not in mode:
+            made = io.TextIOWrapper(made, encoding, errors, newline, buffering == 1)
+            made.mode = mode
+        return made
+
+    def stamp(self, file: Any) -> None:
+        """Have a file's time be that of the world, not that of the machine that simulates it."""
+        now = self.kernel.now + self.kernel.wall
+        os.utime(file, (now, now))
 
     def _status(self, path: Any) -> str | None:
         """What /proc says of a simulated process, if it is that file."""
@@ -945,6 +995,27 @@ def _translated(path: Any) -> Any:
     if isinstance(text, str) and text.startswith("/proc/") and "/fd/" in text:
         return f"/proc/self/fd/{text.rpartition('/')[2]}"
     return path
+
+
+class WrittenFile(io.FileIO):
+    """A real file that is written: any write may fail."""
+
+    def __init__(
+        self, machinery: Machinery, file: Any, mode: str, closefd: bool, opener: Any
+    ) -> None:
+        self._it = machinery
+        super().__init__(file, mode, closefd, opener)
+        if not os.fstat(self.fileno()).st_size:
+            machinery.stamp(self.fileno())
+
+    def write(self, data: Any) -> int:
+        it = self._it
+        if it.kernel.current is not None:
+            it.kernel.pause()
+            it.disk.check("write", self.name)
+        done = super().write(data)
+        it.stamp(self.fileno())
+        return done
 
 
 class SimulatedFile(io.RawIOBase):
