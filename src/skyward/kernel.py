@@ -12,6 +12,7 @@ import os
 import select
 import selectors
 import socket
+import stat
 import sys
 
 PORTABLE = os.environ.get("SKYWARD_PORTABLE", "") not in ("", "0")
@@ -73,6 +74,18 @@ def close_poller(poller: select.epoll | select.poll) -> None:
     """End a poller; one that is no file has no end."""
     if HAS_EPOLL and isinstance(poller, select.epoll):
         poller.close()
+
+
+def is_own_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder of this user's, and no link to one.
+
+    Below /tmp, another user may have made any name first.
+    """
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def reserve(descriptor: int, size: int) -> None:

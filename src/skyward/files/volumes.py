@@ -17,6 +17,7 @@ import msgspec
 import psutil
 import xxhash
 
+from skyward import kernel
 from skyward.errors import PoolError, ProtocolError
 from skyward.files.items import FileItem, Listing, check_names
 from skyward.files.mounts import PACKAGES, Mount, mount
@@ -287,6 +288,11 @@ class NodeVolume:
         """
         path = self._place
         path.parent.mkdir(mode=0o700, exist_ok=True)
+        if not kernel.is_own_folder(path.parent):
+            raise PoolError(
+                f"{path.parent} belongs to somebody else, who could read and forge what volumes "
+                "note there; remove it, or set TMPDIR on the node"
+            )
         with _locked(path) as file:
             file.seek(0)
             written = file.read()

@@ -18,6 +18,8 @@ import uuid
 
 import psutil
 
+from skyward import kernel
+
 MARK = "SKYWARD_RAY_NODE"
 KILL_ROUNDS = 100
 TRIES = 3
@@ -41,6 +43,8 @@ def main() -> None:
     folder, *arguments = sys.argv[1:]
     mark = uuid.uuid4().hex
     os.makedirs(folder, 0o700, exist_ok=True)
+    if not kernel.is_own_folder(folder):
+        sys.exit(f"{folder} belongs to somebody else, who could pass for Ray there; remove it")
     environment = {**os.environ, MARK: mark, "RAY_TMPDIR": folder}
     environment.pop("RAY_ADDRESS", None)
     try:

@@ -174,7 +174,9 @@ class LocalMachine(Machine):
     def of(cls, pool: str) -> list[LocalMachine]:
         """The machines of a pool that are still there."""
         bases = sorted({_base(), _lasting_base()})
-        return [cls(found) for base in bases for found in sorted(base.glob(f"sky-{pool}-*"))]
+        found = [each for base in bases for each in sorted(base.glob(f"sky-{pool}-*"))]
+        # Another user may have made one of that name, to have processes of this user killed.
+        return [cls(each) for each in found if kernel.is_own_folder(each)]
 
     async def run(
         self,
