@@ -18,7 +18,7 @@ import pytest
 
 import skyward as sky
 from skyward.nodes.node import Node, Roster
-from skyward.wire.messages import ExecutorDown
+from skyward.wire.messages import ExecutorDown, ExecutorUp
 
 from ..conftest import PATIENCE, only_in_all, other_case
 
@@ -318,6 +318,31 @@ def test_a_process_that_is_gone_is_not_given_up_while_its_results_come() -> None
     assert lost == []
     timers.pop()()
     assert lost == ["killed"]
+
+
+def test_an_executor_takes_the_place_of_the_one_before_it_when_that_one_is_lost() -> None:
+    """The tasks of the one before it would be forgotten: nobody would fail them or try again."""
+    fleet: Any = SimpleNamespace(roster=Roster(), loop=SimpleNamespace(later=lambda *_: None))
+    node: Any = Node(0, None, fleet)  # type: ignore[arg-type]
+    channel = SimpleNamespace(bytes_received=0, exhausted=False)
+    before, after = (
+        SimpleNamespace(
+            pid=pid, worker=0, slot=0, lost=False, channel=channel, process_ended=lambda _: None
+        )
+        for pid in (7, 8)
+    )
+    up = ExecutorUp(0, 0, 8, "unix:/there")
+    node._announced[0, 0] = 7
+    assert node.add_lane(before)
+    node._executor_down(ExecutorDown(0, 0, 7, "killed", restarting=True))
+    node._announced[0, 0] = 8
+    assert node._awaits_place(up)
+    assert node.remove_lane(before)
+    assert not node._awaits_place(up)
+    assert node.add_lane(after)
+    # One that has ended before it was connected takes no other's place.
+    assert not node.add_lane(before)
+    assert node.lanes == {(0, 0): after}
 
 
 # Retries.

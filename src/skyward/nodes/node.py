@@ -135,6 +135,8 @@ It comes at once, unless the machine is too busy for its agent.
 """
 LAST_RESULTS_SECONDS = 1.0
 """After so long without another byte from a dead executor, its tasks count as lost."""
+PLACE_LOOK_SECONDS = 0.05
+"""How often an executor looks whether the place of the one before it is free."""
 SPARE_SECONDS = 15.0
 """How long before a machine is taken back its tasks are given up, so that others can run them."""
 RECLAIM_LOOK_SECONDS = 0.1
@@ -315,6 +317,8 @@ class Node:
         self.control: Channel | None = None
         """The connection to the node's agent."""
         self.lanes: dict[tuple[int, int], Lane] = {}
+        self._announced: dict[tuple[int, int], int] = {}
+        """The process that the agent has announced last at each place, while it runs."""
         self.failure: BaseException | None = None
         """Why the node did not start, or is not started again."""
         self.settled = threading.Event()
@@ -503,6 +507,7 @@ class Node:
                 self._starts -= 1
             loss = Loss(tuple(self.lanes.values()), self.control)
             self.lanes.clear()
+            self._announced.clear()
             self.control = None
             self.remove_machine()
             if before != "starting" and self._clock() - self._ready_since > STEADY_SECONDS:
@@ -1023,6 +1028,7 @@ class Node:
             case Ping():
                 pass
             case ExecutorUp():
+                self._announced[message.worker, message.slot] = message.pid
                 connecting.run(functools.partial(self._executor_up, message))
             case ExecutorDown():
                 self._executor_down(message)
@@ -1162,6 +1168,7 @@ class Node:
             control, self.control = self.control, None
             lanes = list(self.lanes.values())
             self.lanes.clear()
+            self._announced.clear()
             return control, lanes
 
     def enter_hooks(self) -> None:
@@ -1169,11 +1176,15 @@ class Node:
         self.prepared = True
 
     def add_lane(self, lane: Lane) -> bool:
-        """Add a connected executor; False if the node has been lost or stopped."""
+        """Add a connected executor; False if it has ended, or the node was lost or stopped."""
+        place = lane.worker, lane.slot
         with self._lock:
             if self._state in ("lost", "failed", "stopped"):
                 return False
-            self.lanes[lane.worker, lane.slot] = lane
+            # Of two that came one after the other, the later one may be connected first.
+            if self._announced.get(place) != lane.pid:
+                return False
+            self.lanes[place] = lane
             return True
 
     def remove_lane(self, lane: Lane) -> bool:
@@ -1230,6 +1241,10 @@ class Node:
 
     def _use_executor(self, up: ExecutorUp, channel: Channel) -> None:
         fleet, worker = self._fleet, self._fleet.spec.worker
+        if self._awaits_place(up):
+            again = functools.partial(self._use_executor, up, channel)
+            connecting.later(PLACE_LOOK_SECONDS, again)
+            return
         if channel.shares_memory:
             fleet.dispatcher.packer.share()
         capacity = worker.concurrency if worker.executor == "thread" else 1
@@ -1260,6 +1275,18 @@ class Node:
             lambda problem: self._lane_ended(lane, problem),
         )
         fleet.preparer.lane_up(self, lane)
+
+    def _awaits_place(self, up: ExecutorUp) -> bool:
+        """Whether the executor before this one has ended, and its last results may still come.
+
+        It is lost then, in a moment; its tasks would be forgotten if this one took its place.
+        """
+        place = up.worker, up.slot
+        with self._lock:
+            there = self.lanes.get(place)
+            if there is None or there.pid == up.pid or self._announced.get(place) != up.pid:
+                return False
+            return self._state != "stopped" and not self._fleet.roster.closed
 
     def _show_progress(self) -> None:
         """Show how many of the executors are there, at every tenth, if they are many."""
@@ -1314,7 +1341,11 @@ class Node:
 
     def _executor_down(self, down: ExecutorDown) -> None:
         """Handle the agent's report that an executor has ended."""
-        lane = self.lanes.get((down.worker, down.slot))
+        place = down.worker, down.slot
+        with self._lock:
+            lane = self.lanes.get(place)
+            if self._announced.get(place) == down.pid:
+                del self._announced[place]
         if lane is not None and lane.pid == down.pid:
             # Results that the executor sent before it ended come before the end of its connection,
             # unless a process that it left behind keeps the connection open.
