@@ -14,11 +14,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # told the folders and indexes that stand there.
 PIP_SAYS = $$($(PIP) config get global.$(1) 2>/dev/null | tr -s ' ' '$(2)')
 COMMA := ,
-INSTALL = UV_FIND_LINKS="$(call PIP_SAYS,find-links,$(COMMA))" UV_DEFAULT_INDEX="$(call PIP_SAYS,index-url, )" \
+UV_INDEX_OF_PIP = UV_DEFAULT_INDEX="$(call PIP_SAYS,index-url, )"
+INSTALL = UV_FIND_LINKS="$(call PIP_SAYS,find-links,$(COMMA))" $(UV_INDEX_OF_PIP) \
 	$(BIN)/uv pip install -q --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all simulate walks check check-python check-cpp format fuzz sanitize bench docs wheels clean
+.PHONY: help setup demo test test-all simulate walks check check-python check-cpp format fuzz sanitize bench docs wheels lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +110,18 @@ WHEELS ?=
 wheels: setup  ## build wheels with compiled cores for Linux and macOS into dist/
 	@$(INSTALL) -c constraints-dev.txt ziglang
 	@$(BIN)/python tools/wheels.py $(WHEELS)
+
+# Frameworks are the user's choice, torch above all: its builds have indexes and hashes of their own.
+LOCKED := $(addprefix --extra ,ssh kubernetes aws otel store s3 gs sftp container server torch)
+
+lock: setup  ## write what a release is installed with, by version and hash, for every platform
+	@echo torch | $(UV_INDEX_OF_PIP) $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes \
+		-c constraints-dev.txt --excludes /dev/stdin $(LOCKED) --custom-compile-command 'make lock' \
+		-o requirements-release.txt pyproject.toml
+
+audit: setup  ## look up what a release is installed with among known vulnerabilities
+	@$(UV_INDEX_OF_PIP) $(BIN)/python tools/audit.py requirements-release.txt -- \
+		$(BIN)/uv tool run -q -c constraints-dev.txt pip-audit
 
 clean:  ## remove caches and build outputs, keep .venv
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,16 +12,22 @@ import argparse
 import base64
 import hashlib
 import importlib.util
+import json
+import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
+import uuid
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import macho
 
@@ -31,6 +37,9 @@ from skyward.wire import native
 
 ROOT = Path(__file__).parents[1]
 OLDER_GLIBC = Path(__file__).with_name("older_glibc.h")
+CONSTRAINTS = ROOT / "constraints-dev.txt"
+LOCK = ROOT / "requirements-release.txt"
+"""What a release is installed with, by version and hash; `make lock` writes it."""
 TORCH = {minor: f"{minor}.0" for minor in ("2.11", "2.12", "2.13", "2.14", "2.15")}
 LINUX = ("x86_64", "aarch64")
 ABI = 1
@@ -58,6 +67,8 @@ macOS has had the tables of streams into strings since 12, the rest since 10.12.
 """
 RPATH = "../../../torch/lib"
 """From skyward/device/cores to torch, for a program that has not imported torch yet."""
+UNITS = 2
+"""On every machine, so that every machine makes the same cores."""
 
 
 class WheelError(Exception):
@@ -130,7 +141,9 @@ def here(pure: Path, out: Path) -> Path:
 def pure_wheel(work: Path) -> Path:
     """The wheel for every platform, which has the sources alone."""
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        pip("wheel", "--no-deps", "-w", folder, str(ROOT))
+        # Its backend signs the wheel with its version. pip has two names for what binds one.
+        bound = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(CONSTRAINTS))
+        pip("wheel", "--no-deps", "-w", folder, str(ROOT), **bound)
         (made,) = Path(folder).glob("*.whl")
         return Path(shutil.move(made, work / made.name))
 
@@ -190,6 +203,7 @@ def linux_core(part: str, machine: str, headers: Headers, cores: Path, work: Pat
             "-Wl,-s",
             f"-Wl,-rpath,$ORIGIN/{RPATH}",
         ),
+        units=UNITS,
     )
     made = cores / build.shipped_name(part, headers.minor, ABI, "linux", machine)
     compile_core(part, made, compiler, work)
@@ -226,8 +240,10 @@ def macos_client(headers: Headers, cores: Path, work: Path) -> Path:
             f"-Wl,-rpath,@loader_path/{RPATH}",
             f"-Wl,-install_name,@rpath/{made.name}",
         ),
+        units=UNITS,
     )
-    objects = toolchain.compile_units(toolchain.units_of("client"), compiler, work / "objects")
+    units = toolchain.units_of("client", UNITS)
+    objects = toolchain.compile_units(units, compiler, work / "objects")
     stub.write_text(libcxx_stub(headers, objects.values()))
     compile_core("client", made, compiler, work)
     return made
@@ -295,36 +311,138 @@ def manylinux(cores: Iterable[Path], machine: str) -> str:
 
 
 def platform_wheel(pure: Path, cores: Mapping[str, Path], tag: str, out: Path) -> Path:
-    """The pure wheel with cores in it, by their names, for the platform that the tag names."""
+    """The pure wheel with cores in it, by their names, for the platform that the tag names.
+
+    The same members make the same bytes, whenever and wherever the wheel is made.
+    """
     made = out / pure.name.replace("-any.whl", f"-{tag}.whl")
-    records = []
-    with zipfile.ZipFile(pure) as source, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as into:
-
-        def add(name: str, data: bytes) -> None:
-            member = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+    with zipfile.ZipFile(pure) as source:
+        members = {name: source.read(name) for name in source.namelist()}
+    (info,) = (name.removesuffix("/WHEEL") for name in members if name.endswith(".dist-info/WHEEL"))
+    text = members[f"{info}/WHEEL"].decode()
+    text = text.replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
+    members[f"{info}/WHEEL"] = text.replace("-none-any", f"-none-{tag}").encode()
+    added = {f"skyward/device/cores/{name}": path.read_bytes() for name, path in cores.items()}
+    members |= added
+    name, version = info.removesuffix(".dist-info").split("-")
+    # Where PEP 770 has them.
+    members[f"{info}/sboms/{name}.cdx.json"] = bill_of_materials(version, added)
+    del members[f"{info}/RECORD"]
+    # What describes the wheel goes last, as the format recommends.
+    names = sorted(members, key=lambda each: (each.startswith(info), each))
+    records = [
+        f"{each},sha256={_base64(hashlib.sha256(members[each]).digest())},{len(members[each])}\n"
+        for each in names
+    ]
+    members[f"{info}/RECORD"] = "".join([*records, f"{info}/RECORD,,\n"]).encode()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as into:
+        for each in [*names, f"{info}/RECORD"]:
+            member = zipfile.ZipInfo(each, (1980, 1, 1, 0, 0, 0))
             member.compress_type = zipfile.ZIP_DEFLATED
-            member.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
-            into.writestr(member, data)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-            records.append(f"{name},sha256={digest},{len(data)}\n")
-
-        for name in source.namelist():
-            data = source.read(name)
-            if name.endswith(".dist-info/WHEEL"):
-                text = data.decode().replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
-                data = text.replace("-none-any", f"-none-{tag}").encode()
-            if name.endswith(".dist-info/RECORD"):
-                record = name
-            else:
-                add(name, data)
-        for name, core in sorted(cores.items()):
-            add(f"skyward/device/cores/{name}", core.read_bytes())
-        into.writestr(record, "".join([*records, f"{record},,\n"]))
+            member.external_attr = (0o100755 if each.endswith(".so") else 0o100644) << 16
+            into.writestr(member, members[each])
     return made
 
 
-def pip(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", "-q", *words], check=False)
+def _base64(digest: bytes) -> str:
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+# What a wheel is made of and needs.
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A package that a release is installed with, and the packages that need it."""
+
+    name: str
+    version: str
+    needed_by: tuple[str, ...]
+
+    @property
+    def url(self) -> str:
+        return f"pkg:pypi/{self.name}@{self.version}"
+
+
+def pinned(text: str) -> list[Pinned]:
+    """The packages of a lock, which says below each what needs it."""
+    found = []
+    for block in re.split(r"\n(?=\w)", text):
+        if named := re.match(r"([\w.-]+)==([^\s;]+)", block):
+            needed_by = re.findall(r"^    #(?: via| ) +(\w[\w.-]*)", block, re.MULTILINE)
+            found.append(Pinned(named[1], named[2], tuple(needed_by)))
+    return found
+
+
+def bill_of_materials(version: str, cores: Mapping[str, bytes]) -> bytes:
+    """What is in a wheel, and what it needs, in the form of CycloneDX 1.6.
+
+    It has neither a time nor a random number: the same wheel has the same one.
+    """
+    own = Pinned("skyward-torch", version, ())
+    packages = pinned(LOCK.read_text())
+    # What every user has; the rest comes with extras.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {re.split(r"[^\w.-]", each)[0] for each in project["dependencies"]}
+    required: set[str] = set()
+    while wanted:
+        required |= wanted
+        wanted = {each.name for each in packages if required & {*each.needed_by} - {own.name}}
+        wanted -= required
+    components: list[dict[str, Any]] = [
+        {
+            "type": "file",
+            "bom-ref": name,
+            "name": name,
+            "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(data).hexdigest()}],
+        }
+        for name, data in sorted(cores.items())
+    ]
+    linked = [each["name"] for each in components if "/link-darwin-" in each["name"]]
+    if linked:
+        zig = Pinned("ziglang", metadata.version("ziglang"), ())
+        components.append(_component(zig) | {"description": f"its libc++ is in {linked[0]}"})
+    components += [
+        _component(each) | {"scope": "required" if each.name in required else "optional"}
+        for each in packages
+    ]
+    parts = [each["bom-ref"] for each in components if each["type"] == "file"]
+    needs = [
+        {
+            "ref": each.url,
+            "dependsOn": [
+                *(parts if each is own else ()),
+                *sorted(other.url for other in packages if each.name in other.needed_by),
+            ],
+        }
+        for each in [own, *packages]
+    ]
+    licence = {"license": {"id": "MIT"}}
+    told = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": _component(own) | {"licenses": [licence]}},
+        "components": components,
+        "dependencies": needs,
+    }
+    named = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(told))
+    return json.dumps({**told, "serialNumber": f"urn:uuid:{named}"}, indent=1).encode()
+
+
+def _component(package: Pinned) -> dict[str, Any]:
+    return {
+        "type": "library",
+        "bom-ref": package.url,
+        "name": package.name,
+        "version": package.version,
+        "purl": package.url,
+    }
+
+
+def pip(*words: str, **variables: str) -> None:
+    command = [sys.executable, "-m", "pip", "-q", *words]
+    done = subprocess.run(command, env=os.environ | variables, check=False)
     if done.returncode:
         raise WheelError(f"pip {' '.join(words)} failed")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 import runpy
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from skyward.bootstrap import wheel as bootstrap_wheel
-from skyward.device import build, torch_build
+from skyward.device import build, toolchain, torch_build
 from skyward.wire import native
 
 from ..conftest import has_compiler, only_in_all
@@ -99,6 +101,73 @@ def test_a_wheel_with_cores_needs_no_compiler(tmp_path: Path) -> None:
         text = archive.read(tags).decode()
     assert f"Tag: py3-none-linux_{platform.machine()}" in text
     assert "Root-Is-Purelib: false" in text
+
+
+def pure_wheel(path: Path, when: int, backwards: bool) -> Path:
+    """A wheel of two files, made at that time."""
+    info = "skyward_torch-0.1.0.dist-info"
+    members = ["skyward/__init__.py", f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD"]
+    path.parent.mkdir()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in reversed(members) if backwards else members:
+            text = "Root-Is-Purelib: true\nTag: py3-none-any\n" if "WHEEL" in name else name
+            archive.writestr(zipfile.ZipInfo(name, (when, 1, 1, 0, 0, 0)), text)
+    return path
+
+
+def test_the_same_parts_make_the_same_wheel_with_a_bill_of_materials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = runpy.run_path(str(ROOT / "tools" / "wheels.py"))
+    core = tmp_path / "worker.so"
+    core.write_bytes(b"code")
+    made = []
+    for folder, when, backwards in (("a", 1990, False), ("b", 2020, True)):
+        pure = pure_wheel(tmp_path / folder / "skyward_torch-0.1.0-any.whl", when, backwards)
+        made.append(tool["platform_wheel"](pure, {core.name: core}, "linux", pure.parent))
+    assert made[0].read_bytes() == made[1].read_bytes()
+
+    with zipfile.ZipFile(made[0]) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    record = list(files)[-1]
+    assert record == "skyward_torch-0.1.0.dist-info/RECORD"
+    assert {line.split(",")[0] for line in files[record].decode().splitlines()} == {*files}
+    bill = json.loads(files["skyward_torch-0.1.0.dist-info/sboms/skyward_torch.cdx.json"])
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    assert bill["metadata"]["component"]["purl"] == "pkg:pypi/skyward-torch@0.1.0"
+    parts = {each["name"]: each for each in bill["components"]}
+    digest = parts["skyward/device/cores/worker.so"]["hashes"][0]["content"]
+    assert digest == hashlib.sha256(b"code").hexdigest()
+    assert parts["cryptography"]["scope"] == "required"
+    assert parts["cffi"]["scope"] == "required", "cryptography needs it"
+    assert parts["kubernetes"]["scope"] == "optional"
+    told = {each["bom-ref"] for each in bill["components"]}
+    needed = {other for each in bill["dependencies"] for other in each["dependsOn"]}
+    assert needed == told, "all that is listed is needed by something, and the other way around"
+
+
+@only_in_all
+@pytest.mark.skipif(
+    shutil.which(f"{platform.machine()}-linux-gnu-g++") is None, reason="there is no such compiler"
+)
+def test_two_builds_in_two_folders_make_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds the sources and compiles the core of links twice, from two copies: a minute."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = runpy.run_path(str(ROOT / "tools" / "wheels.py"))
+    headers = tool["Headers"](MINOR, Path(torch.__file__).parent)
+    made = []
+    for folder in (tmp_path / "a", tmp_path / "another" / "place"):
+        folder.mkdir(parents=True)
+        sources = Path(shutil.copytree(native.SOURCES, folder / "csrc"))
+        for module, name in ((native, "SOURCES"), (toolchain, "LINK_SOURCES")):
+            monkeypatch.setattr(module, name, sources)
+        core = tool["linux_core"](build.LINK, platform.machine(), headers, folder, folder)
+        pure = tool["pure_wheel"](folder)
+        made.append(tool["platform_wheel"](pure, {core.name: core}, "linux", folder))
+    assert made[0].read_bytes() == made[1].read_bytes()
 
 
 @only_in_all

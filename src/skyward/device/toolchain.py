@@ -67,6 +67,8 @@ class Compiler:
     link: tuple[str, ...] = ()
     linker: tuple[str, ...] | None = None
     """What links, if it is another command."""
+    units: int | None = None
+    """Into how many units sources are joined, if not `UNITS`: other units make other bytes."""
 
     @cached_property
     def identity(self) -> str:
@@ -120,9 +122,10 @@ def flags_of(part: str) -> tuple[str, ...]:
     return (*FLAGS, OPTIMIZATION[part])
 
 
-def units_of(part: str) -> list[Unit]:
+def units_of(part: str, count: int | None = None) -> list[Unit]:
     """A part's sources, shared out so that every unit takes about as long."""
-    shares: list[list[Path]] = [[] for _ in range(1 if part == LINK else UNITS)]
+    count = 1 if part == LINK else count or UNITS
+    shares: list[list[Path]] = [[] for _ in range(count)]
     folder = LINK_SOURCES if part == LINK else SOURCES / part
     for source in sorted(folder.glob("*.cpp"), key=lambda path: (-_weight(path), path)):
         min(shares, key=lambda share: sum(map(_weight, share))).append(source)
@@ -174,7 +177,8 @@ def make(
 
     Objects that are in the folder `objects` are not made again, so what was interrupted goes on.
     """
-    made = compile_units([u for part in targets for u in units_of(part)], compiler, objects, tick)
+    units = [unit for part in targets for unit in units_of(part, compiler.units)]
+    made = compile_units(units, compiler, objects, tick)
     for part, target in targets.items():
         linker = compiler.linker or compiler.command
         libraries = compiler.link
@@ -271,7 +275,9 @@ def _compile(
             *flags_of(unit.part),
             *compiler.options,
             # Messages name a file as the package does, wherever it was compiled.
+            f"-ffile-prefix-map={folder}=.",
             f"-ffile-prefix-map={SOURCES}=skyward/device/csrc",
+            f"-ffile-prefix-map={LINK_SOURCES}=skyward/wire/csrc",
             f"-ffile-prefix-map={compiler.include}=torch/include",
             f"-I{compiler.include}",
             "-c",
