@@ -107,7 +107,7 @@ def serve(pipe: Connection, kind: str) -> None:
 
 @contextlib.contextmanager
 def narrowed(rate: float) -> Iterator[None]:
-    """Pools that begin meanwhile are reached through a link of so many bytes a second each way."""
+    """What is connected meanwhile is reached through a link of so many bytes a second each way."""
     throttle, plain = Throttle(rate), host.Approach
     ends: dict[str, str] = {}
 
@@ -135,19 +135,23 @@ def loading(size: Any, kind: str = KIND) -> Sequence[Row]:
     def far() -> sky.Compute:
         return sky.Compute(sky.Local(transport="tcp"), options=QUIET)
 
+    contenders: dict[str, Callable[[], float]] = {}
+
+    def contend(name: str, pool: sky.Compute) -> torch.device:
+        device = pool.device(kind)
+        contenders[name] = Timed(there(device), size.steps)
+        return device
+
     with contextlib.ExitStack() as stack:
-        pools = {"tls": stack.enter_context(far())}
-        stack.enter_context(narrowed(THIN))
-        pools["thin"] = stack.enter_context(far())
-        pools["shared"] = stack.enter_context(sky.Compute(options=QUIET))
+        tls = stack.enter_context(far())
+        device = contend("tls", tls)
+        contend("shared", stack.enter_context(sky.Compute(options=QUIET)))
         here = stack.enter_context(Elsewhere(serve, kind, daemon=False))
-        devices = {name: pool.device(kind) for name, pool in pools.items()}
-        contenders: dict[str, Callable[[], float]] = {
-            name: Timed(there(device), size.steps) for name, device in devices.items()
-        }
         contenders["local"] = functools.partial(here.ask, size.steps)
-        samples = interleave(contenders, rounds=size.rounds)
-        moved = _bytes_of_a_step(pools["tls"], devices["tls"], size.steps)
+        with narrowed(THIN):
+            contend("thin", stack.enter_context(far()))
+            samples = interleave(contenders, rounds=size.rounds)
+        moved = _bytes_of_a_step(tls, device, size.steps)
     rates = {name: sample.per(1, "tasks/s") for name, sample in samples.items()}
     what = (
         f"sky.loader, batches of 3 MiB, {WORKERS} workers, loss.item() every step: steps a second"

@@ -55,6 +55,9 @@ class Throttle:
             while True:
                 near, _ = listener.accept()
                 far = socket.create_connection((host, int(port)))
+                for end in (near, far):
+                    # As on the connections whose bytes pass here.
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 _spawn(_carry, near, far, out)
                 _spawn(_carry, far, near, back)
 
