@@ -25,6 +25,14 @@ def gpu() -> Iterator[torch.device]:
             yield device
 
 
+@pytest.fixture(scope="module")
+def far() -> Iterator[torch.device]:
+    """A GPU whose client sends it everything over a network."""
+    options = sky.Options(console=False)
+    with sky.Compute(sky.Local(transport="tcp"), options=options) as compute:
+        yield compute.device("cuda")
+
+
 def spin(x: torch.Tensor, times: int) -> torch.Tensor:
     """Work that takes the GPU long and issues quickly."""
     for _ in range(times):
@@ -233,6 +241,42 @@ def test_pinned_batches_arrive_while_the_gpu_is_busy(gpu: torch.device) -> None:
     again = [torch.full((1 << 20,), -1.0).pin_memory() for _ in range(8)]
     assert [t.mean().item() for t in there] == list(range(8))
     assert all(t.eq(-1).all() for t in again)
+
+
+def test_batches_arrive_over_a_network_before_what_uses_them(far: torch.device) -> None:
+    """The GPU waits for the bytes: operations are issued to it while they are on their way."""
+    busy = torch.randn(2048, 2048, device=far) / 64
+    sizes = (70_000, 1 << 20, 2 << 20, (2 << 20) + 1, 3 << 20, 33 << 20, 100 << 20)
+    for pinned in (True, False):
+        batches = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (*sizes, *sizes)]
+        if pinned:
+            batches = [batch.pin_memory() for batch in batches]
+        found = []
+        for batch in batches:
+            found.append(batch.to(far, non_blocking=True) ^ 255)
+            spin(busy, 3)
+        assert all(torch.equal(f.cpu(), b ^ 255) for f, b in zip(found, batches, strict=True))
+
+
+def test_batches_arrive_over_a_network_on_another_stream(far: torch.device) -> None:
+    side = torch.sky.Stream(far)
+    batches = [torch.randn(1 << 20).pin_memory() for _ in range(8)]
+    with torch.sky.stream(side):
+        found = [batch.to(far, non_blocking=True) + 1 for batch in batches]
+    side.synchronize()
+    assert all(torch.equal(f.cpu(), b + 1) for f, b in zip(found, batches, strict=True))
+
+
+def test_a_batch_that_does_not_fit_is_taken_from_the_network_all_the_same(
+    far: torch.device,
+) -> None:
+    first, last = (torch.randn(1 << 20).pin_memory() for _ in range(2))
+    there = first.to(far, non_blocking=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 42, dtype=torch.uint8, device=far).item()
+    after = last.to(far, non_blocking=True)
+    assert torch.equal(there.cpu(), first)
+    assert torch.equal(after.cpu(), last)
 
 
 def test_backward_on_the_gpu_of_this_machine_says_the_way(gpu: torch.device) -> None:

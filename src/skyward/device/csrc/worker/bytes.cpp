@@ -144,28 +144,38 @@ void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool dro
     else bulk_.receive(into, bytes, 0, bytes);
     return;
   }
-  int turn = 0;
-  for (uint64_t done = 0; done < bytes; turn ^= 1) {
-    size_t n;
-    if (rings_) {
-      // The client needs room to go on.
-      copies_.await(SharedRings::kBytes / 2);
-      auto* from = rings_->up.to_read(bytes - done, n);
-      if (!drop && !held.poison) put(held, offset + done, from, n);
-      copies_.from_ring(n);
-    } else {
-      n = std::min(kStage, bytes - done);
-      auto* stage = static_cast<char*>(staging(turn, n).mutable_data_ptr());
-      // The GPU copies the first bytes while the others come.
-      uint64_t copied = 0;
-      auto copy = [&](uint64_t there) {
-        if (there - copied < (there == n ? 1 : kCopied)) return;
-        if (!drop && !held.poison) put(held, offset + done + copied, stage + copied, there - copied);
-        copied = there;
-      };
-      bulk_.receive(stage, n, done, bytes, copy);
-      attempt("copying to the device", [&] { streams_.mark(staged_[turn]); });
+  if (rings_) return receive_from_ring(held, offset, bytes, drop);
+  if (drop) {
+    arrivals_.await_all();
+    Stripes::Progress progress;
+    while (!bulk_.receive_some(nullptr, bytes, progress, {1, 0})) continue;
+    return;
+  }
+  // A profile says what the bytes on their way take, so it has this thread wait for them.
+  bool waits_here = recording_.is_on() || !streams_.uses_default();
+  for (uint64_t done = 0; done < bytes;) {
+    auto n = std::min(kStage, bytes - done);
+    auto* stage = static_cast<char*>(staging(turn_, n).mutable_data_ptr());
+    auto number = arrivals_.expect(stage, n, done, bytes);
+    // The GPU copies the first bytes while the others come.
+    for (uint64_t at = 0; at < n; at += kCopied) {
+      if (++number; waits_here || !arrivals_.await_on_gpu(number)) arrivals_.await(number);
+      if (!held.poison) put(held, offset + done + at, stage + at, std::min(kCopied, n - at));
     }
+    attempt("copying to the device", [&] { streams_.mark(staged_[turn_]); });
+    turn_ ^= 1;
+    done += n;
+  }
+}
+
+void Session::receive_from_ring(Slot& held, uint64_t offset, uint64_t bytes, bool drop) {
+  for (uint64_t done = 0; done < bytes;) {
+    // The client needs room to go on.
+    copies_.await(SharedRings::kBytes / 2);
+    size_t n;
+    auto* from = rings_->up.to_read(bytes - done, n);
+    if (!drop && !held.poison) put(held, offset + done, from, n);
+    copies_.from_ring(n);
     done += n;
   }
 }

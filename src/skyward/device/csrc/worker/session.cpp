@@ -44,7 +44,8 @@ Session::Session(const std::vector<Way>& ways, bool shares_memory, c10::Device d
       links_(links),
       streams_(device),
       recording_(device),
-      copies_(device, rings_.get()) {
+      copies_(device, rings_.get()),
+      arrivals_(bulk_, [this] { ops_.close(); }) {
   if (!rings_) return;
   // The processor is then the GPU's; on a CPU it has other work to do.
   rings_->records.spin(device.is_cuda() && std::thread::hardware_concurrency() > 2);
@@ -53,8 +54,15 @@ Session::Session(const std::vector<Way>& ways, bool shares_memory, c10::Device d
 
 Session::~Session() {
   Peers::all().end_all();
+  arrivals_.end();
   copies_.finish_all();
   if (!device_.is_cuda()) return;
+  try {
+    // It may still look at the number that `arrivals_` has.
+    streams_.synchronize(0);
+  } catch (const std::exception&) {
+    // A GPU that has failed looks at nothing any more.
+  }
   for (auto& [number, area] : areas_) unlock_pages(area->bytes());
   if (rings_) unlock_pages(rings_->memory());
 }

@@ -20,6 +20,7 @@
 #include "../wire/shared_memory.h"
 #include "../wire/stream.h"
 #include "../wire/stripes.h"
+#include "arrivals.h"
 #include "copies.h"
 #include "failures.h"
 #include "layouts.h"
@@ -182,6 +183,7 @@ class Session {
   bool accepts(Slot& held, uint64_t offset, uint64_t bytes);
   void put(Slot& held, uint64_t offset, const char* from, uint64_t bytes);
   void receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
+  void receive_from_ring(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
   void fetch(Reader& r);
   void send_bulk(const void* data, uint64_t size, uint64_t done, uint64_t total);
   void send_tensor(const at::Tensor& dense);
@@ -231,6 +233,7 @@ class Session {
   Recording recording_;
   Copies copies_;
   std::array<at::Tensor, 2> staging_;
+  int turn_ = 0;                                     // of the two, for what comes next
   std::array<std::optional<c10::Event>, 2> staged_;  // when a GPU has copied from it
   std::unordered_map<uint32_t, std::unique_ptr<SharedMemory>> areas_;
   torch::jit::Stack stack_;
@@ -239,6 +242,7 @@ class Session {
   Warnings warnings_;
   Reason first_error_;
   uint64_t count_ = 0;
+  Arrivals arrivals_;
 };
 
 }  // namespace sky

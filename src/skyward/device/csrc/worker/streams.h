@@ -20,6 +20,7 @@ class Streams {
   explicit Streams(c10::Device device);
 
   void use(uint32_t stream);
+  bool uses_default() const { return guard_ && guard_->getStream(device_) == guard_->getDefaultStream(device_); }
   void used_on(const c10::Storage& storage, uint32_t stream);
   void synchronize(uint32_t stream);
   void synchronize_current();
