@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import shutil
 import socket
@@ -332,6 +333,65 @@ def test_a_node_cannot_pass_for_the_client(
     eventually(lambda: len(tls_door.accepted) == 1)
 
 
+@pytest.mark.parametrize(
+    "role", ["control", "data", PEER, f"{PEER}-objects", f"{PEER}-service-state", f"{PEER}-1-x"]
+)
+def test_a_device_of_another_pool_may_only_link_two_devices(
+    tls_door: Door, role: str, eventually: Eventually
+) -> None:
+    """It gets a certificate of this pool, so that tensors go from the one to the other."""
+    guest = tls_door.credentials(PEER)
+    place, name = tls_door.listener.endpoint, node_name(POOL, 0)
+    with pytest.raises(AuthenticationError, match=f"does not ask for '{role}'|only the client"):
+        connect(place, Hello(POOL, role), guest, name, 5)
+    assert not tls_door.accepted
+    connect_once(place, Hello(POOL, f"{PEER}-7-0"), guest, name).close()
+    eventually(lambda: len(tls_door.accepted) == 1)
+
+
+def expired(authority: Authority, name: str) -> Credentials:
+    """A certificate that was good until a minute ago."""
+    lifetime = datetime.timedelta(minutes=-1)
+    return Authority(POOL, authority.save(), lifetime).issue(name)
+
+
+def test_a_certificate_that_has_expired_does_not_help(tls_door: Door, hostile: Any) -> None:
+    assert tls_door.authority is not None
+    refused(tls_door, hostile, client_context(expired(tls_door.authority, "client")))
+
+
+def test_a_recorded_session_opens_nothing(tls_door: Door, hostile: Any) -> None:
+    """Somebody on the network has heard all that a client said, and says it again."""
+    credentials = tls_door.credentials()
+    assert credentials is not None
+    incoming, outgoing, recorded = ssl.MemoryBIO(), ssl.MemoryBIO(), bytearray()
+    context = credentials.context(server=False)
+    client = context.wrap_bio(incoming, outgoing, server_hostname=node_name(POOL, 0))
+    end = tls_door.plain()
+
+    def done(step: Callable[[], Any]) -> Any:
+        while True:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                return step()
+            say()
+            incoming.write(end.recv(65536))
+
+    def say() -> None:
+        recorded.extend(said := outgoing.read())
+        end.sendall(said)
+
+    done(client.do_handshake)
+    client.write(hostile.framed(Hello(POOL, "data")))
+    say()
+    assert b"python" in done(lambda: client.read(4096))
+    again = tls_door.plain()
+    with contextlib.suppress(OSError):
+        again.sendall(recorded)
+    assert b"python" not in hostile.hears(again, SECONDS + 60)
+    assert len(tls_door.accepted) == 1
+    tls_door.friend()
+
+
 def test_older_tls_is_not_spoken(tls_door: Door, hostile: Any) -> None:
     context = client_context(tls_door.credentials())
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -414,12 +474,18 @@ def impostor(context: ssl.SSLContext | None, answer: bytes, folder: str) -> tupl
     return endpoint, server
 
 
-@pytest.mark.parametrize("whose", ["another authority", "another node"])
+@pytest.mark.parametrize(
+    "whose", ["another authority", "another node", "another client", "an expired one"]
+)
 def test_a_client_checks_who_it_talks_to(whose: str, folder: str, hostile: Any) -> None:
     ours = Authority(POOL)
-    theirs = ours if whose == "another node" else Authority(POOL)
-    node = 1 if whose == "another node" else 0
-    context = theirs.issue(node_name(POOL, node)).context(server=True)
+    papers = {
+        "another authority": Authority(POOL).issue(node_name(POOL, 0)),
+        "another node": ours.issue(node_name(POOL, 1)),
+        "another client": ours.issue("client"),
+        "an expired one": expired(ours, node_name(POOL, 0)),
+    }
+    context = papers[whose].context(server=True)
     endpoint, server = impostor(context, hostile.framed(Welcome()), folder)
     with pytest.raises(AuthenticationError, match=r"is not node-0\.0123456789ab\.skyward"):
         connect(endpoint, Hello(POOL, "data"), ours.issue("client"), node_name(POOL, 0), 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import fcntl
 import os
 import queue
@@ -303,6 +304,39 @@ def test_credentials_of_another_pool_are_refused(opened: Open) -> None:
     stranger = Authority(POOL).issue("client")
     with pytest.raises(AuthenticationError, match="certificate"):
         opened().dialer(stranger).open()
+
+
+def test_a_server_that_is_not_the_one_is_refused() -> None:
+    """Another node, the client, one whose certificate has expired, and whoever has no name."""
+    ours = Authority(POOL)
+    late = Authority(POOL, ours.save(), datetime.timedelta(minutes=-1))
+    client = ours.issue("client").native_context(server=False)
+    wrong = (ours.issue(node_name(POOL, 1)), ours.issue("client"), late.issue(NAME))
+    for papers in (*wrong, ours.issue(NAME)):
+        near, far = socket.socketpair()
+        server = papers.native_context(server=True).wrap_socket(
+            far, server_side=True, do_handshake_on_connect=False
+        )
+        with ThreadPoolExecutor(1) as thread:
+            shaking = thread.submit(server.do_handshake)
+            if papers in wrong:
+                with pytest.raises(ssl.SSLCertVerificationError, match="certificate"):
+                    client.wrap_socket(near, server_hostname=NAME)
+            else:
+                client.wrap_socket(near, server_hostname=NAME).close()
+            with contextlib.suppress(OSError):
+                shaking.result()
+        server.close()
+    near, far = socket.socketpair()
+    with near, far, pytest.raises(ValueError, match="has to name the server"):
+        client.wrap_socket(near)
+
+
+def test_an_expired_client_is_refused(opened: Open) -> None:
+    ends = opened()
+    late = Authority(POOL, ends._authority.save(), datetime.timedelta(minutes=-1))
+    with pytest.raises((AuthenticationError, OSError, EOFError)):
+        ends.dialer(late.issue("client")).open()
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,9 @@ CLIENT = "client"
 PEER = "peer"
 """The role in the `Hello` of an executor that connects to an executor of another node.
 
-If the process of a device connects to that of another device, the number of their link follows."""
+If the process of a device connects to that of another device, the number of their link follows. If
+that is of another pool, it is also the name in the certificate, which is good for such links alone.
+"""
 
 
 def certified_name(end: Any) -> str | None:

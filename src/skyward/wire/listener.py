@@ -194,9 +194,16 @@ class Listener:
         """Why the listener refuses a peer whose identity is proven; empty if it does not."""
         if hello.pool != self._pool:
             return "this worker belongs to another pool"
-        is_client = certified_name(end) in (CLIENT, None)
-        is_peer = hello.role.partition("-")[0] == PEER
-        return "" if is_client or is_peer else f"only the client asks for {hello.role!r}"
+        name = certified_name(end)
+        kind, *numbers = hello.role.split("-")
+        if name in (CLIENT, None):
+            return ""
+        if kind != PEER:
+            return f"only the client asks for {hello.role!r}"
+        is_link = len(numbers) == 2 and all(each.isdecimal() for each in numbers)
+        if name == PEER and not is_link:
+            return f"a device of another pool does not ask for {hello.role!r}"
+        return ""
 
     def _received_of(self, hello: Hello) -> int | None:
         """How many bytes of the client's link have arrived; None if the link cannot go on here."""

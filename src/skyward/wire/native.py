@@ -242,6 +242,9 @@ class Context:
         do_handshake_on_connect: bool = True,
     ) -> NativeSocket:
         """A connection that takes the socket over."""
+        if not server_side and not server_hostname:
+            # The core would take any process of the pool for the one that is wanted.
+            raise ValueError("a client has to name the server, as its certificate does")
         made = NativeSocket(end, self, server_hostname)
         if do_handshake_on_connect:
             try:
