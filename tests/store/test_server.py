@@ -332,6 +332,16 @@ def test_a_website_cannot_reach_an_open_store_by_a_name_of_its_own(served: str) 
         assert ask(served, "GET", "/", Host=host).status == 200
 
 
+def test_a_website_cannot_have_a_browser_read_or_write(served: str) -> None:
+    """It asks before it writes for another site, and shows a site nothing that is not meant so."""
+    for method, status in (("OPTIONS", 405), ("POST", 405), ("GET", 200)):
+        asking = {"Origin": "https://evil.example", "Access-Control-Request-Method": "PUT"}
+        answer: Any = ask(served, method, "/", **asking)
+        assert answer.status == status
+        assert not [each for each in answer.headers if each.lower().startswith("access-control")]
+        assert answer.getheader("X-Content-Type-Options") == "nosniff"
+
+
 @pytest.fixture
 def tied() -> dict[str, torch.Tensor]:
     weight = torch.randn(300, 40)

@@ -353,7 +353,7 @@ def arriving(root: Path, new: str = "", mode: int = 0o755) -> Iterator[Tree]:
     staged.mkdir()
     try:
         yield Tree(staged)
-        staged.chmod(mode | 0o700)
+        staged.chmod(mode & 0o777 | 0o700)
         staged.rename(root / new)
     finally:
         shutil.rmtree(staged, ignore_errors=True)

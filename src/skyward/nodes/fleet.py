@@ -61,7 +61,7 @@ from skyward.providers import Machine, Order, connecting
 from skyward.spec import Nodes, Options
 from skyward.state.link import OWNER, RemoteLink
 from skyward.wire.channel import Channel, ServiceConnection
-from skyward.wire.handshake import CLIENT
+from skyward.wire.handshake import CLIENT, Credentials
 from skyward.wire.messages import (
     Detach,
     DeviceDown,
@@ -163,15 +163,19 @@ class Fleet:
         self.ledger = Ledger(lambda: spec.provider.price(spec.request))
         """What the machines cost."""
         self._authority = None
-        if spec.provider.capabilities.encrypted:
-            self._authority = authority_of(self.id, spec, adoption.record if adoption else None)
-        self.credentials = self._authority.issue(CLIENT) if self._authority else None
+        self.credentials: Credentials | None = None
+        record = adoption.record if adoption else None
+        if record is not None and record.inside:
+            self.credentials = Credentials(*record.credentials) if record.credentials else None
+        elif spec.provider.capabilities.encrypted:
+            self._authority = authority_of(self.id, spec, record)
+            self.credentials = self._authority.issue(CLIENT)
         self.client = ""
         if spec.keep is not None:
             self.client = adoption.client if adoption else secrets.token_hex(8)
         self.keeper = PoolKeeper(adoption.record if adoption else None)
         # Executors on one host share memory with the client; over a network they help each other.
-        clustered = self._authority is not None and spec.options.cluster
+        clustered = self.credentials is not None and spec.options.cluster
         self.relays = Relays() if clustered else None
         self.devices = PoolDevices(
             self.id, spec, self.roster, self._authority, self.credentials, self.events, console

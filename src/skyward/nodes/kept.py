@@ -374,10 +374,13 @@ CONNECT_SECONDS = 10.0
 
 
 def record_for_nodes(record: KeptPool) -> KeptPool | None:
-    """The record for processes on the pool's nodes; None if they cannot reach each other."""
+    """The record for processes on the pool's nodes; None if they cannot reach each other.
+
+    They may do what a client does, but not make nodes: the key of the authority stays here.
+    """
     if record.credentials is None:
         return None
-    return msgspec.structs.replace(record, inside=True, arguments={})
+    return msgspec.structs.replace(record, inside=True, arguments={}, authority=None)
 
 
 def way_back(record: KeptPool) -> tuple[dict[str, str], dict[str, str]]:

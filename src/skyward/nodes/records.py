@@ -64,7 +64,8 @@ class KeptPool(msgspec.Struct):
     """When its time to live is over."""
     hourly_cost: float | None
     authority: tuple[str, str] | None
-    """The certificate and the key of the pool's authority; None if its sockets are this user's."""
+    """The certificate and the key of the pool's authority; None if its sockets are this user's, and
+    in the record for processes on the pool's own nodes."""
     credentials: tuple[str, str, str] | None
     """The client's credentials."""
     spec: str
