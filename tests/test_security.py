@@ -39,6 +39,31 @@ from .conftest import worker_processes
 
 ROOT = Path(__file__).parents[1]
 
+PAGE = ROOT / "docs/security.md"
+WITHOUT_TESTS = ("What is trusted", "What is not protected")
+
+
+def test_every_claim_of_the_page_names_tests_that_are_there() -> None:
+    text = PAGE.read_text()
+    sections = dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE))
+    claims = 0
+    for title in {*sections} - {*WITHOUT_TESTS}:
+        for claim in re.findall(r"^- .*(?:\n  .*)*", sections[title], re.MULTILINE):
+            assert re.search(r"\[\^[\w-]+\]$", claim), f"without a test: {claim}"
+            claims += 1
+    assert claims > 40
+    assert {*WITHOUT_TESTS} <= {*sections}
+    named = dict(re.findall(r"^\[\^([\w-]+)\]: (.*)$", text, re.MULTILINE))
+    assert {*re.findall(r"\[\^([\w-]+)\](?!:)", text)} == {*named}
+    for words in named.values():
+        for group in words.split("; "):
+            file, *tests = re.findall("`([^`]+)`", group)
+            assert tests, words
+            source = (ROOT / file).read_text()
+            for name in tests:
+                assert re.search(rf"^ *def {name}\(", source, re.MULTILINE), (file, name)
+
+
 # Another user of the same machine, who makes a name below /tmp first.
 
 

@@ -264,6 +264,14 @@ def test_where_a_pod_may_run() -> None:
     assert made["metadata"]["annotations"]["skyward.dev/nodes"] == "0,2"
 
 
+def test_a_pod_has_no_token_unless_an_account_is_named() -> None:
+    assert spec_of()["automountServiceAccountToken"] is False
+    assert "serviceAccountName" not in spec_of()
+    named = spec_of(Pod("busybox", service_account="trainer"))
+    assert named["automountServiceAccountToken"] is True
+    assert named["serviceAccountName"] == "trainer"
+
+
 def test_volumes_of_every_kind() -> None:
     volumes = (
         sky.Volume("/scratch"),

@@ -212,6 +212,18 @@ def test_a_hostile_manifest_is_refused(
         store.list()
 
 
+def test_the_class_that_a_manifest_names_is_not_imported(
+    folder: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "malice.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forge(folder, class_path="malice.Model")
+    store = sky.ModelStore(folder)
+
+    assert store.list()[0].class_path == "malice.Model"
+    assert torch.equal(store.load_model("m")["a"], VALUE["a"])
+
+
 def test_a_hostile_object_is_refused(folder: Path, files: list[Path]) -> None:
     """Its name fits its header, and the header tells lies."""
     (file,) = folder.glob("objects/*/*")

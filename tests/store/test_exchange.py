@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,28 @@ HOSTILE = {
         "it ties 'a' to 'b', which cannot be",
     ),
 }
+
+
+class Runs:
+    """Makes a folder in whoever unpickles it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self._path,)
+
+
+def test_a_pickle_that_runs_is_not_imported(store: sky.ModelStore, tmp_path: Path) -> None:
+    (tmp_path / "bare.pt").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    torch.save({"weight": torch.ones(2), "more": Runs(tmp_path / "ran")}, tmp_path / "model.pt")
+
+    for name in ("bare.pt", "model.pt"):
+        with pytest.raises(sky.errors.StoreError, match=r"holds more than tensors and plain"):
+            store.import_file(tmp_path / name, "m")
+
+    assert not (tmp_path / "ran").exists()
+    assert store.list() == ()
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
