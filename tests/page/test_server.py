@@ -22,10 +22,10 @@ from skyward import page
 from skyward.page import metrics
 from skyward.page.hub import BATCHES_WAITING, Hub, Viewer
 from skyward.page.pool import CALLS_A_TIME, ROWS_KEPT, ShownPool
-from skyward.page.server import PageServer
+from skyward.page.server import UNPROVEN_MAX, PageServer
 from skyward.worker.task_board import BUCKETS
 
-from ..conftest import PATIENCE
+from ..conftest import PATIENCE, Eventually
 
 
 @sky.function
@@ -154,6 +154,29 @@ def test_other_paths_and_methods_are_refused(url: str) -> None:
     connection.request("POST", f"/?{query}", body="x")
     assert connection.getresponse().status == 501
     connection.close()
+
+
+def test_a_crowd_without_the_token_takes_no_threads_and_keeps_nobody_out(
+    compute: sky.Compute, url: str, stream: Stream, eventually: Eventually
+) -> None:
+    """They say one byte each, and then nothing."""
+
+    def answering() -> int:
+        return sum("process_request_thread" in each.name for each in threading.enumerate())
+
+    parts, before = urlsplit(url), answering()
+    crowd = []
+    for _ in range(3 * UNPROVEN_MAX):
+        crowd.append(socket.create_connection((parts.hostname or "", parts.port or 0), timeout=100))
+        crowd[-1].sendall(b"G")
+    eventually(lambda: answering() - before <= UNPROVEN_MAX, what="the end of the oldest")
+    assert get(url)[0] == 200
+    assert crowd[0].recv(1) == b""
+    for each in crowd:
+        each.close()
+    eventually(lambda: answering() <= before, what="the end of the crowd")
+    double(4321) >> compute
+    assert any("doubling 4321" in json.dumps(each) for each in stream), "who has the token stays"
 
 
 def test_a_port_in_use_is_refused_with_the_next_step() -> None:

@@ -31,6 +31,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from skyward import kernel
+from skyward.closing import shut
 from skyward.errors import ConfigurationError, SkywardError
 from skyward.page import metrics
 from skyward.page.hub import Hub
@@ -40,6 +41,9 @@ REQUEST_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 5.0
 RETRY_MS = 1000
 """After so many milliseconds, a browser that has lost the stream asks for it again."""
+
+UNPROVEN_MAX = 32
+"""How many connections wait for a request with the token; one more ends the oldest."""
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 
@@ -108,6 +112,10 @@ class PageServer:
         """Whether that is the token; takes the same time for every wrong one."""
         return hmac.compare_digest(token.encode(), self._token.encode())
 
+    def note_proven(self, connection: socket.socket) -> None:
+        """Note that a connection has brought the token: nobody else ends it."""
+        self._server.note_proven(connection)
+
     def serves(self, host: str) -> bool:
         """Whether a request may name this host: a foreign name may have been made to lead here.
 
@@ -128,11 +136,36 @@ class _Server(ThreadingHTTPServer):
     block_on_close = True
     # Somebody waits for requests already.
     timeout = 0
+    request_queue_size = 64
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
+        self._unproven: dict[Any, None] = {}
+        self._lock = threading.Lock()
         super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread; a crowd of strangers takes neither threads nor descriptors."""
+        with self._lock:
+            crowd = len(self._unproven) >= UNPROVEN_MAX
+            oldest = next(iter(self._unproven)) if crowd else None
+            self._unproven.pop(oldest, None)
+            self._unproven[request] = None
+            if oldest is not None:
+                # With the lock: its thread closes it after that.
+                shut(oldest)
+        super().process_request(request, client_address)
+
+    def note_proven(self, request: Any) -> None:
+        """Note that a connection has brought the token, or has ended."""
+        with self._lock:
+            self._unproven.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        self.note_proven(request)
+        super().shutdown_request(request)
 
     def server_bind(self) -> None:
         # As the base class does, but without asking a name server for our name.
@@ -162,11 +195,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if not self.page.serves(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server has another name")
-        elif not self.page.knows(self._token(parse_qs(asked.query))):
+            return
+        if not self.page.knows(self._token(parse_qs(asked.query))):
             self._refuse(
                 HTTPStatus.FORBIDDEN, "the address lacks its token; open the one that was printed"
             )
-        elif asked.path == "/":
+            return
+        self.page.note_proven(self.connection)
+        if asked.path == "/":
             self._send_page()
         elif asked.path == "/stream":
             self._stream()
