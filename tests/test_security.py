@@ -34,6 +34,7 @@ from skyward.nodes.kept import way_back
 from skyward.plugins.frameworks import ray_keeper
 from skyward.providers.local import LocalMachine
 from skyward.providers.on_node import keeper, relay
+from skyward.wire.handshake import Authority
 
 from .conftest import worker_processes
 
@@ -260,6 +261,13 @@ def test_no_key_is_in_a_command_line_an_environment_or_a_file_but_the_record(
         assert "PRIVATE KEY" not in line + variables
         assert SECRET not in line
         assert (SECRET in variables) == ("skyward.worker.executor" in line)
+
+
+def test_a_key_shows_in_no_message() -> None:
+    """Tracebacks and debuggers show values."""
+    authority = Authority("pool")
+    for holder in (authority, authority.save(), authority.issue("client")):
+        assert "PRIVATE KEY" not in repr(holder)
 
 
 def test_a_job_on_the_pool_gets_no_key_to_make_nodes_with(kept: tuple[sky.Compute, Path]) -> None:

@@ -75,7 +75,7 @@ class Credentials:
 
     authority: str
     certificate: str
-    key: str
+    key: str = field(repr=False)
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """A TLS 1.3 context that accepts only peers of the same pool."""
