@@ -7,6 +7,7 @@ import queue
 import random
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -242,6 +243,18 @@ def test_what_comes_with_a_result_is_found_though_only_the_result_was_looked_at(
     assert ends.client.take_result(7) is not None
     assert skipped == [PEEK_SIZE]
     assert ends.client.has_rest
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the kernel has no such options")
+def test_the_kernel_probes_each_end_that_only_receives(ends: Ends) -> None:
+    """It alone notices that one connection is silent while the node answers over others."""
+    for channel in (ends.client, ends.worker):
+        assert channel.link is not None
+        told = []
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT):
+            value = channel.link.first.receiver.getsockopt(socket.IPPROTO_TCP, option, 4)
+            told.append(int.from_bytes(value, sys.byteorder))
+        assert told == [4, 2, 3]
 
 
 def test_who_waits_for_room_does_not_wait_for_a_closed_connection(ends: Ends) -> None:

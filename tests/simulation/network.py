@@ -13,8 +13,6 @@ from typing import Any
 from .kernel import PIPE_SIZE, Bytes, File, Kernel, Process, WaitQueue
 
 SOCKET_SIZE = 212_992
-PROBE_SECONDS = 35.0
-"""After so long without an answer, probes of an idle connection have failed."""
 RETRANSMIT_SECONDS = 924.0
 """So long Linux sends again what nobody acknowledges."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "")
@@ -147,6 +145,19 @@ class Socket(File):
         return len(part)
 
     @property
+    def probe_seconds(self) -> float:
+        """After so long without an answer, probes of the idle connection have failed."""
+        first, between, count = (
+            self.options.get((real.IPPROTO_TCP, option), default)
+            for option, default in (
+                (real.TCP_KEEPIDLE, 7200),
+                (real.TCP_KEEPINTVL, 75),
+                (real.TCP_KEEPCNT, 9),
+            )
+        )
+        return float(first + between * count)
+
+    @property
     def shutting(self) -> bool:
         return self.wire is not None and self in self.wire.finished
 
@@ -235,16 +246,14 @@ class Wire:
         """Let nothing arrive any more; the ends notice as kernels do."""
         self.silent = True
         for end in self.ends:
-            probes = end.options.get((real.SOL_SOCKET, real.SO_KEEPALIVE))
             if self.flying[end]:
                 self.give_up(end, RETRANSMIT_SECONDS)
-            elif probes:
-                self.give_up(end, PROBE_SECONDS)
+            elif end.options.get((real.SOL_SOCKET, real.SO_KEEPALIVE)):
+                self.give_up(end, end.probe_seconds, idle=True)
 
-    def give_up(self, end: Socket, seconds: float) -> None:
+    def give_up(self, end: Socket, seconds: float, *, idle: bool = False) -> None:
         """Fail an end whose peer has acknowledged nothing for so long."""
         problem = TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-        idle = seconds == PROBE_SECONDS
 
         def fail() -> None:
             # A probe is sent only while nothing else is under way.

@@ -5,6 +5,7 @@ They carry records; the first 8 bytes of a record say what follows.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -24,6 +25,12 @@ FAR_SECONDS = 0.001
 """If the round trip is shorter, one connection carries all that one processor can encrypt."""
 LAST_WORDS_SECONDS = 1.0
 """How long the receiving connection is still read after the sending one has failed."""
+PROBES = (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+"""A receiving connection on which nobody's kernel answers is lost after 10 s, and replaced.
+
+Its end sends nothing, so it is always idle, and the kernel probes it. Nobody probes a sending end
+with bytes under way: Linux gives it up after 15 minutes. Its other end receives, and is probed.
+"""
 
 
 cutting = Staff("skyward-cut", most=1)
@@ -79,6 +86,7 @@ class Pair:
         self._last = -1
         self.stripes_asked = False
         """Whether the client was asked to add stripes."""
+        _probe(receiver)
 
     def writable(self) -> bool:
         """Whether the kernel would take a small write at once."""
@@ -155,6 +163,8 @@ class Pair:
             if number in ends:
                 end.close()
                 return
+            if not to_send:
+                _probe(end)
             ends[number] = end
             self._changed.notify_all()
 
@@ -185,6 +195,16 @@ class Pair:
             if number not in self._in:
                 raise ConnectionError(f"stripe {number} did not come")
             self.source = self._in[number]
+
+
+def _probe(end: socket.socket) -> None:
+    """Have the kernel notice soon that a connection to receive on is dead."""
+    if end.family in (socket.AF_INET, socket.AF_INET6):
+        # The other end may have reset it by now; the next read reports that.
+        with contextlib.suppress(OSError):
+            for option, value in PROBES:
+                if hasattr(socket, option):
+                    end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def round_trip(end: socket.socket) -> float:
