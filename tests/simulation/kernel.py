@@ -17,7 +17,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from random import Random
 from types import FrameType, ModuleType
 from typing import Any
@@ -103,6 +103,8 @@ class Kernel:
         self.loaded: Process | None = None
         """Whose modules are in `sys.modules`."""
         self.processes: dict[int, Process] = {}
+        self.living = 0
+        """How many of them have not ended."""
         self.listeners: dict[object, Any] = {}
         """Sockets that listen, by address."""
         self.steps = 0
@@ -115,6 +117,8 @@ class Kernel:
         self.pausing = True
         self.is_private: Callable[[str], bool] = lambda name: False
         """Whether each process has a module of that name of its own."""
+        self.common: Set[str] = frozenset()
+        """The modules that every program has from its start."""
 
     def note(self, text: str) -> None:
         """Write down an event of the run."""
@@ -235,9 +239,11 @@ class Kernel:
                 before.modules.update(
                     {name: each for name, each in sys.modules.items() if self.is_private(name)}
                 )
+                before.more = before.modules.keys() - self.common
             for name in SWITCHED:
                 before.system[name] = getattr(sys, name)
-            for name in before.modules.keys() - process.modules.keys():
+            gone = before.more - process.more if process.modules else before.modules
+            for name in gone:
                 sys.modules.pop(name, None)
         sys.modules.update(process.modules)
         for name, value in process.system.items():
@@ -277,6 +283,7 @@ class Kernel:
         """Start a process."""
         process = Process(self, next(self.pids), parent, **given)
         self.processes[process.pid] = process
+        self.living += 1
         process.main = self.thread(process, lambda: self.start(process, None))
         return process
 
@@ -299,15 +306,16 @@ class Kernel:
             session=parent.group,
         )
         self.processes[child.pid] = child
+        self.living += 1
         for number, file in parent.descriptors.items():
             child.put(number, file)
         child.handlers = dict(parent.handlers)
-        child.modules, child.main = parent.modules, thread
+        child.modules, child.more, child.main = parent.modules, parent.more, thread
         child.system = {name: getattr(sys, name) for name in SWITCHED}
         child.threads.append(thread)
         parent.threads.remove(thread)
         thread.process = child
-        parent.modules = {}
+        parent.modules, parent.more = {}, frozenset()
         parent.main = self.thread(
             parent, lambda: self.start(parent, lambda: stay_behind(child.pid))
         )
@@ -338,6 +346,7 @@ class Kernel:
             return
         self.note(f"process {process.pid} ({process.name}) ends with {status}")
         process.dead = True
+        self.living -= 1
         process.status = status
         self.abandoned += [thread.green for thread in process.threads]
         for number in list(process.descriptors):
@@ -421,6 +430,8 @@ class Process:
         self.group = pid if session is None else session
         self.began = kernel.now + kernel.wall
         self.modules: dict[str, ModuleType] = {}
+        self.more: Set[str] = frozenset()
+        """The modules that it has imported since it started."""
         self.system: dict[str, Any] = {}
         self.descriptors: dict[int, File] = {}
         self.files: set[int] = set()

@@ -15,6 +15,7 @@ import importlib
 import io
 import mmap
 import os
+import queue
 import re
 import resource
 import select
@@ -23,6 +24,7 @@ import socket
 import sys
 import time
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -276,6 +278,47 @@ class Machinery:
             daemon_threads_allowed=lambda: True,
             interrupt_main=lambda number=signal.SIGINT: kernel.signal(it.process, number),
         )
+        return module
+
+    def queue_module(self) -> types.ModuleType:
+        kernel = self.kernel
+
+        class SimpleQueue:
+            __slots__ = ("__weakref__", "_changed", "_items")
+
+            def __init__(self) -> None:
+                self._items: deque[Any] = deque()
+                self._changed = WaitQueue()
+
+            def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+                self._items.append(item)
+                self._changed.wake()
+                kernel.pause()
+
+            def get(self, block: bool = True, timeout: float | None = None) -> Any:
+                kernel.pause()
+                until = None if timeout is None else kernel.now + timeout
+                while not self._items:
+                    if not block or (until is not None and kernel.now >= until):
+                        raise queue.Empty
+                    kernel.wait((self._changed,), until)
+                return self._items.popleft()
+
+            put_nowait = put
+
+            def get_nowait(self) -> Any:
+                return self.get(block=False)
+
+            def empty(self) -> bool:
+                return not self._items
+
+            def qsize(self) -> int:
+                return len(self._items)
+
+            __class_getitem__ = classmethod(types.GenericAlias)
+
+        module = types.ModuleType("_queue")
+        module.__dict__.update(SimpleQueue=SimpleQueue, Empty=queue.Empty)
         return module
 
     # `time`, `signal`, `select`.
@@ -673,8 +716,8 @@ class Machinery:
     ) -> Any:
         """`open`, also of simulated descriptors."""
         process = self.process
-        closefd = kwargs.get("closefd", True)
         if isinstance(file, int) and file in process.descriptors:
+            closefd = kwargs.get("closefd", True)
             raw = SimulatedFile(self, file, mode, closefd=closefd)
             if buffering == 0:
                 return raw
@@ -741,15 +784,17 @@ class Machinery:
 
     def _status(self, path: Any) -> str | None:
         """What /proc says of a simulated process, if it is that file."""
-        found = re.fullmatch(r"/proc/(\d+)/stat", path) if isinstance(path, str) else None
+        if not isinstance(path, str) or not path.startswith("/proc/"):
+            return None
+        found = re.fullmatch(r"/proc/(\d+)/stat", path)
         if found is None:
             return None
         process = self.kernel.processes.get(int(found[1]))
         if process is None or process.reaped:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         state = "Z" if process.dead else "T" if process.stopped else "S"
-        fields = [state, *("0" for _ in range(18)), str(int(process.began * 100)), "0 0"]
-        return f"{process.pid} ({process.name}) {' '.join(fields)}"
+        began = int(process.began * 100)
+        return f"{process.pid} ({process.name}) {state} {'0 ' * 18}{began} 0 0"
 
     def io_module(self) -> types.ModuleType:
         module = _copy(io, "io")
@@ -1100,7 +1145,7 @@ class Program:
             "resource": machinery.resource_module(),
             "atexit": machinery.atexit_module(),
             "mmap": machinery.mmap_module(),
-            "_queue": None,
+            "_queue": machinery.queue_module(),
             "_asyncio": None,
         }
         sys.modules.update(made)  # type: ignore[arg-type]

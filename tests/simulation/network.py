@@ -15,6 +15,10 @@ from .kernel import PIPE_SIZE, Bytes, File, Kernel, Process, WaitQueue
 SOCKET_SIZE = 212_992
 RETRANSMIT_SECONDS = 924.0
 """So long Linux sends again what nobody acknowledges."""
+# Plain numbers: to combine members of an enum costs more than the call.
+MSG_WAITALL, MSG_PEEK, MSG_DONTWAIT = map(
+    int, (real.MSG_WAITALL, real.MSG_PEEK, real.MSG_DONTWAIT)
+)
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "")
 
 
@@ -110,7 +114,7 @@ class Socket(File):
             if incoming.ended:
                 return b""
             self.hold(flags, until, real.SO_RCVTIMEO)
-        if flags & real.MSG_PEEK:
+        if flags & MSG_PEEK:
             return bytes(incoming.data[:size])
         # A network gives what has arrived, not what was sent at once.
         if self.wire is not None and size > 1 and self.kernel.random.random() < 0.1:
@@ -163,7 +167,7 @@ class Socket(File):
 
     def hold(self, flags: int, until: float | None, limit: int) -> None:
         """Wait for a change; an error if this socket or this call does not wait any longer."""
-        if flags & real.MSG_DONTWAIT or not self.blocking:
+        if flags & MSG_DONTWAIT or not self.blocking:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         now = self.kernel.now
         if until is not None and now >= until:
@@ -695,7 +699,7 @@ def socket_class(kernel: Kernel, network: Network) -> type:
 
         def recv(self, size: int, flags: int = 0) -> bytes:
             file, until = self._file(), self._until()
-            if not flags & real.MSG_WAITALL:
+            if not flags & MSG_WAITALL:
                 return file.read_some(size, flags, until)
             found = b""
             while len(found) < size:

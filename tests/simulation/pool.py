@@ -60,7 +60,7 @@ class Pool(Scenario):
             idle_timeout=self.random.choice((30.0, 300.0)),
         )
         executor = self.random.choice(("process", "process", "thread"))
-        more = {"keep": True, "name": "kept", "ttl": 600.0} if self.keeps else {}
+        more = {"keep": True, "name": "kept", "ttl": 120.0} if self.keeps else {}
         nodes: Any = self.nodes
         if self.random.random() < 0.2:
             nodes = (self.random.randint(1 if self.keeps else 0, self.nodes), self.nodes)

@@ -79,7 +79,7 @@ class Scenario:
         self.network.unreachable.clear()
         deadline = kernel.now + END_SECONDS
         kernel.at(deadline, lambda: None)
-        kernel.run(lambda: not self._living() or kernel.now >= deadline)
+        kernel.run(lambda: not kernel.living or kernel.now >= deadline)
 
     def _living(self) -> list[Process]:
         return [each for each in self.kernel.processes.values() if not each.dead]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gc
 import importlib
+import importlib.metadata
 import io
 import os
 import shutil
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +33,8 @@ PRELOADED = [
     "skyward.compute",
     "skyward.worker.agent",
     "skyward.worker.executor",
+    "skyward.worker.nested",
+    "skyward.worker.services.state",
     "skyward.nodes.fleet",
     "skyward.providers.local",
 ]
@@ -49,6 +55,18 @@ def world(programs: int) -> World:
     if _world is None:
         _world = World(programs)
     return _world
+
+
+def _compile_once() -> None:
+    """Do once what is the same in every program: its dataclasses, the plugins that there are."""
+    compiled = functools.cache(functools.partial(compile, filename="<string>", mode="exec"))
+
+    def execute(text: str, *scopes: Any) -> None:
+        exec(compiled(text), *scopes)
+
+    dataclasses.__dict__["exec"] = execute
+    found: Any = importlib.metadata
+    found.entry_points = functools.cache(found.entry_points)
 
 
 class Shown(File):
@@ -77,17 +95,22 @@ class World:
         # First as they are: what they share is loaded over the real modules.
         for name in PRELOADED:
             importlib.import_module(name)
-        for name in ("rich.console", "cloudpickle", "xxhash", "numpy"):
+        for name in ("rich.console", "cloudpickle", "xxhash", "numpy", "encodings.ascii"):
             importlib.import_module(name)
+        sysconfig.get_config_vars()
         self.machinery = Machinery()
         self.kernel = self.machinery.kernel
+        _compile_once()
+        gc.disable()
         self.programs = [self._load() for _ in range(programs)]
+        self.kernel.common = frozenset(self.programs[0].modules)
         self.hosts = False
         """Whether each node is a host of its own; else all is on one."""
         self.said: list[str] = []
         self.commands: dict[str, Callable[[Process], int]] = {}
         """What runs besides Python modules, by the first word."""
         self.kernel.start = self._run
+        gc.enable()
         gc.collect()
         gc.freeze()
 

@@ -390,7 +390,8 @@ def _is_stopped(pid: int) -> bool:
     if kernel.IS_LINUX:
         # Four times a second for each executor: psutil takes several times as long.
         try:
-            stat = Path(f"/proc/{pid}/stat").read_bytes()
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                stat = file.read()
         except OSError:
             return False
         return stat.rpartition(b")")[2].split(None, 1)[0] == b"T"
