@@ -57,9 +57,11 @@ test-all: setup  ## run the tests in full: all dtypes of op_db, whole examples, 
 	@TORCH_PIP_ARGS='$(TORCH_PIP_ARGS)' $(BIN)/python tests/run.py --all
 
 SEEDS := 1000
+# After so many seconds, no further seed begins.
+LIMIT ?=
 
 simulate: setup  ## run whole pools with SEEDS=1000 seeds in a simulated world, with faults
-	@$(BIN)/python -m tests.simulation --seeds $(SEEDS)
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(if $(LIMIT),--seconds $(LIMIT))
 
 WALKS := tests/test_walks.py tests/providers/test_ssh.py tests/providers/test_kubernetes.py
 

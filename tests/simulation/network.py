@@ -16,9 +16,7 @@ SOCKET_SIZE = 212_992
 RETRANSMIT_SECONDS = 924.0
 """So long Linux sends again what nobody acknowledges."""
 # Plain numbers: to combine members of an enum costs more than the call.
-MSG_WAITALL, MSG_PEEK, MSG_DONTWAIT = map(
-    int, (real.MSG_WAITALL, real.MSG_PEEK, real.MSG_DONTWAIT)
-)
+MSG_WAITALL, MSG_PEEK, MSG_DONTWAIT = map(int, (real.MSG_WAITALL, real.MSG_PEEK, real.MSG_DONTWAIT))
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "")
 
 

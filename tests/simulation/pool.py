@@ -7,9 +7,13 @@ from typing import Any
 
 from . import work
 from .kernel import Process
-from .scenario import END_SECONDS, MOST_SECONDS, Scenario
+from .scenario import END_SECONDS, HARMLESS, MOST_SECONDS, Scenario
 from .world import World
 
+MOST_CALL_SECONDS = 28.0
+"""What an operation takes at most: eight calls of 3 s on one worker."""
+NOTICE_SECONDS = 11.0
+"""How soon a connection that is lost without a word is noticed."""
 OPERATIONS = (
     *("call", "futures", "futures", "gather", "broadcast", "stream", "fail", "timeout"),
     *("nested", "counter", "counter"),
@@ -28,7 +32,7 @@ class Pool(Scenario):
         self.is_down = False
         """Whether a client has ended the kept pool."""
         world.hosts = self.random.random() < 0.6
-        self.nodes = self.random.randint(1, 3)
+        self.nodes = self.least = self.random.randint(1, 3)
         self.workers = self.random.choice((1, 1, 2))
         self.retries = self.random.choice((0, 0, 1, 3))
         self.keeps = self.random.random() < 0.25
@@ -60,10 +64,11 @@ class Pool(Scenario):
             idle_timeout=self.random.choice((30.0, 300.0)),
         )
         executor = self.random.choice(("process", "process", "thread"))
-        more = {"keep": True, "name": "kept", "ttl": 120.0} if self.keeps else {}
+        more = {"keep": 100.0, "name": "kept", "ttl": 600.0} if self.keeps else {}
         nodes: Any = self.nodes
         if self.random.random() < 0.2:
-            nodes = (self.random.randint(1 if self.keeps else 0, self.nodes), self.nodes)
+            self.least = self.random.randint(1 if self.keeps else 0, self.nodes)
+            nodes = self.least, self.nodes
         with (
             self._watched(sky, "the pool"),
             sky.Compute(
@@ -97,9 +102,18 @@ class Pool(Scenario):
         import time
 
         for _ in range(self.random.randint(2, 8)):
+            began = self.kernel.now
             with self._watched(sky, "a call"):
                 self._operation(sky, compute)
+            took = self.kernel.now - began
+            if not self.kinds - HARMLESS and took > MOST_CALL_SECONDS + self._delays:
+                self._says(f"a call took {took:.1f} s")
             time.sleep(self.random.choice((0.0, 0.0, 0.1, 3.0, 40.0)))
+
+    @property
+    def _delays(self) -> float:
+        """How long the faults so far may hold a call up."""
+        return NOTICE_SECONDS * len(self.faults)
 
     def _operation(self, sky: Any, compute: Any) -> None:
         # The copy of this process: it raises the copy's errors.
@@ -113,10 +127,11 @@ class Pool(Scenario):
         self.kernel.note(f"{kind} {number}")
         function = sky.function(work.work, retries=self.retries)
         if kind == "call":
-            payload = bytes(random.choice((0, 100, 300_000)))
+            payload = bytes(random.choice((0, 100, 300_000, 2_500_000)))
             lines = random.choice((0, 1, 5))
             found = function(number, seconds, lines, payload) >> compute
             self._result(number, (number, len(payload)), found)
+            self._check_lines(number)
         elif kind == "futures":
             futures = {
                 number + at: function(number + at, seconds, 1) > compute
@@ -183,6 +198,13 @@ class Pool(Scenario):
             self._says(f"call {number} returned, and never ran to its end")
         self.counts["results"] += 1
 
+    def _check_lines(self, number: int) -> None:
+        """All lines that the call has printed were shown before its result, in order."""
+        wanted = work.ledger().written[number]
+        shown = [line.partition("] ")[2] for line in self.world.said if f"call {number} " in line]
+        if shown[len(shown) - len(wanted) :] != wanted:
+            self._says(f"call {number} printed {wanted}, and {shown} was shown")
+
     # The end.
 
     def _check(self) -> None:
@@ -190,7 +212,8 @@ class Pool(Scenario):
             if times > 1 + self.retries and number not in self._ranks():
                 self._says(f"call {number} began {times} times with {self.retries} retries")
         # Shared state is lost with node 0; whoever comes then finds it new.
-        if not any("node 0 was lost" in line for line in self.world.said) and not self.keeps:
+        lost = self.least == 0 or any("node 0 was lost" in line for line in self.world.said)
+        if not lost and not self.keeps:
             for name, changes in work.ledger().changes.items():
                 self._check_order(name, changes)
         for process in self._living():

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
 import os
+import re
 import select
 import signal
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, NoReturn
@@ -23,7 +25,14 @@ if TYPE_CHECKING:
 PROGRAMS = 24
 REAL_SECONDS = 120
 """A seed that takes longer is stuck in the simulator itself, or in a loop that never waits."""
-SHOWN = 40
+SHOWN = 60
+"""So many lines of a history are shown that are about what failed, and the last ones."""
+LAST_SHOWN = 10
+CALLS_AT_ONCE = 8
+TOLD = 5
+"""Of so many failures the histories are shown."""
+SHRINK_RUNS, SHRINK_SECONDS = 40, 60.0
+"""How often, and how long, a seed that failed is run again without some of its faults."""
 COMMAND = "python -m tests.simulation"
 SCENARIOS = {"pool": 1}
 """How often each is chosen."""
@@ -42,6 +51,10 @@ class Outcome:
     virtual: float = 0.0
     steps: int = 0
     digest: str = ""
+    faults: dict[str, str] = field(default_factory=dict)
+    """What went wrong, by the names of the faults."""
+    without: list[str] = field(default_factory=list)
+    """The faults that were left out."""
     counts: dict[str, int] = field(default_factory=dict)
 
 
@@ -56,15 +69,16 @@ def scenario(name: str) -> type[Scenario]:
     return found
 
 
-def run_here(seed: int, name: str) -> Outcome:
+def run_here(seed: int, name: str, without: Collection[str] = ()) -> Outcome:
     """Run a seed in this process, which is good for nothing else afterwards."""
     from .world import world
 
     began = time.process_time()
-    outcome = Outcome(seed, name)
+    outcome = Outcome(seed, name, without=sorted(without))
     here = world(PROGRAMS)
     try:
         running = scenario(name)(here, seed)
+        running.without = frozenset(without)
         try:
             running.run()
         except BaseException:
@@ -72,6 +86,7 @@ def run_here(seed: int, name: str) -> Outcome:
         else:
             outcome.problem = "\n".join(running.broken)
         outcome.counts = {name: 1, **running.counts}
+        outcome.faults = running.faults
     except BaseException:
         outcome.problem = traceback.format_exc()
     kernel = here.kernel
@@ -87,12 +102,14 @@ def run_here(seed: int, name: str) -> Outcome:
     return outcome
 
 
-def _child(seed: int, name: str, writing: int, *, history: bool) -> NoReturn:
+def _child(
+    seed: int, name: str, writing: int, without: Collection[str], *, history: bool
+) -> NoReturn:
     """Run a seed, and write how it has ended."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(REAL_SECONDS)
     try:
-        outcome = run_here(seed, name)
+        outcome = run_here(seed, name, without)
         if not outcome.problem and not history:
             outcome.history = []
         _write(outcome, writing)
@@ -109,9 +126,9 @@ def _write(outcome: Outcome, writing: int) -> None:
         data = data[os.write(writing, data) :]
 
 
-def show(seed: int, only: str | None) -> int:
-    """Run one seed, and print all that is known of it."""
-    (outcome,) = _outcomes([seed], only, jobs=1, history=True)
+def show(seed: int, only: str | None, without: Collection[str]) -> int:
+    """Run one seed, perhaps without some of its faults, and print all that is known of it."""
+    (outcome,) = _outcomes([seed], only, jobs=1, history=True, without=without)
     print("\n".join(outcome.history))
     print(_summary(outcome))
     if outcome.problem:
@@ -131,7 +148,7 @@ def _summary(outcome: Outcome) -> str:
 
 
 def run(
-    seeds: Iterable[int], only: str | None, jobs: int, seconds: float | None, twice: bool
+    seeds: Sequence[int], only: str | None, jobs: int, seconds: float | None, twice: bool
 ) -> int:
     """Run seeds on several processes; print what failed, and how to see it again."""
     began = time.monotonic()
@@ -149,7 +166,11 @@ def run(
             outcome.problem += f"\ntwo runs differ: {before} and {outcome.digest}"
         if outcome.problem:
             failed.append(outcome)
-            _tell(outcome)
+    for outcome in failed[:TOLD]:
+        _tell(outcome)
+    asked = len(seeds) * (2 if twice else 1)
+    if done < asked:
+        print(f"{asked - done:,} seeds were not begun within {seconds:g} s")
     told = ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items()))
     print(
         f"{done:,} seeds, {virtual / 3600:,.1f} h of pools in {time.monotonic() - began:,.0f} s "
@@ -161,6 +182,24 @@ def run(
     return 0
 
 
+def find(seeds: Sequence[int], only: str | None, jobs: int) -> int:
+    """Run seeds until one fails; say how many it took."""
+    began = time.monotonic()
+    outcomes = _outcomes(list(seeds), only, jobs)
+    for count, outcome in enumerate(outcomes, 1):
+        if outcome.problem:
+            outcomes.close()
+            what = outcome.problem.strip().splitlines()[-1]
+            print(
+                f"found with seed {outcome.seed} of {outcome.scenario}, after {count:,} seeds and "
+                f"{time.monotonic() - began:,.0f} s: {what[:200]}",
+                flush=True,
+            )
+            return 1
+    print("not found", flush=True)
+    return 0
+
+
 def _outcomes(
     seeds: list[int],
     only: str | None,
@@ -169,7 +208,8 @@ def _outcomes(
     seconds: float | None = None,
     history: bool = False,
     times: int = 1,
-) -> Iterator[Outcome]:
+    without: Collection[str] = (),
+) -> Generator[Outcome, None, None]:
     """How seeds end, on several processes, as they end."""
     from .world import world
 
@@ -177,29 +217,45 @@ def _outcomes(
     for each in SCENARIOS:
         scenario(each)
     world(PROGRAMS)
-    pipes = []
+    pipes, workers = [], []
     for job in range(jobs):
         reading, writing = os.pipe()
-        if os.fork() == 0:
+        worker = os.fork()
+        if worker == 0:
+            os.setpgid(0, 0)
             os.close(reading)
             mine = [seed for seed in seeds[job::jobs] for _ in range(times)]
-            _work(mine, only, writing, seconds, history=history)
+            _work(mine, only, writing, seconds, without, history=history)
         os.close(writing)
+        with contextlib.suppress(OSError):
+            os.setpgid(worker, worker)
+        workers.append(worker)
         pipes.append(os.fdopen(reading, "r"))
     waiting = list(pipes)
-    while waiting:
-        for file in select.select(waiting, [], [])[0]:
-            line = file.readline()
-            if line:
-                yield Outcome(**json.loads(line))
-            else:
-                waiting.remove(file)
-    for _ in range(jobs):
-        os.wait()
+    try:
+        while waiting:
+            for file in select.select(waiting, [], [])[0]:
+                line = file.readline()
+                if line:
+                    yield Outcome(**json.loads(line))
+                else:
+                    waiting.remove(file)
+    finally:
+        for worker in workers:
+            # With the seed that it runs now, if nobody wants to know the rest.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
 
 
 def _work(
-    seeds: list[int], only: str | None, writing: int, seconds: float | None, *, history: bool
+    seeds: list[int],
+    only: str | None,
+    writing: int,
+    seconds: float | None,
+    without: Collection[str],
+    *,
+    history: bool,
 ) -> NoReturn:
     """Run each seed in a fork of this process, which does nothing else: so they start alike."""
     deadline = time.monotonic() + (1e9 if seconds is None else seconds)
@@ -208,7 +264,7 @@ def _work(
             break
         pid = os.fork()
         if pid == 0:
-            _child(seed, only or chosen(seed), writing, history=history)
+            _child(seed, only or chosen(seed), writing, without, history=history)
         _, status = os.waitpid(pid, 0)
         if status:
             what = f"no end after {REAL_SECONDS} s of real time, or a crash: status {status}"
@@ -217,11 +273,55 @@ def _work(
 
 
 def _tell(outcome: Outcome) -> None:
-    print(f"\n{_summary(outcome)}")
-    print("\n".join(outcome.history[-SHOWN:]))
-    print(outcome.problem)
-    print(
-        f"again, with its whole history: {COMMAND} --seed {outcome.seed} "
-        f"--scenario {outcome.scenario}\n",
-        flush=True,
-    )
+    """Print what failed: with the fewest faults that it takes, and only what is about it."""
+    needed = _with_fewest_faults(outcome)
+    print(f"\n{_summary(needed)}")
+    print("\n".join(about(needed)))
+    print(needed.problem)
+    faults = [f"{name} ({what})" for name, what in needed.faults.items()]
+    print(f"it takes the faults {', '.join(faults)}" if faults else "it takes no fault")
+    command = f"{COMMAND} --seed {outcome.seed} --scenario {outcome.scenario}"
+    if needed.without:
+        print(f"again, with these faults alone: {command} --without {','.join(needed.without)}")
+    print(f"again, with its whole history: {command}\n", flush=True)
+
+
+def _with_fewest_faults(outcome: Outcome) -> Outcome:
+    """Run a seed that failed again without one fault after the other, as long as it fails so."""
+    best = outcome
+    tries = [list(outcome.faults), *([name] for name in reversed(outcome.faults))]
+    deadline = time.monotonic() + SHRINK_SECONDS
+    for leaving in tries[:SHRINK_RUNS]:
+        if time.monotonic() > deadline or not best.faults:
+            break
+        without = sorted({*best.without, *leaving})
+        (again,) = _outcomes([outcome.seed], outcome.scenario, 1, without=without)
+        if _kind(again) == _kind(outcome):
+            best = again
+    return best
+
+
+def _kind(outcome: Outcome) -> str:
+    """What failed, without the numbers in it."""
+    lines = outcome.problem.strip().splitlines()
+    return re.sub(r"\d+", "N", lines[-1])[:60] if lines else ""
+
+
+def about(outcome: Outcome) -> list[str]:
+    """The lines of a history that are about what failed, and its last ones."""
+    problem = outcome.problem
+    words = set(re.findall(r"\b[a-z]+-\d{4,}\b|\bcounter-\d+|\bnode \d+\b|\bhost\d+", problem))
+    words |= {f"host{each.split()[1]}" for each in words if each.startswith("node ")}
+    calls = {int(each) for each in re.findall(r"\b\d{5,}\b", problem)}
+
+    def is_about(line: str) -> bool:
+        if "FAULT" in line or "DOES NOT HOLD" in line or any(word in line for word in words):
+            return True
+        # An operation has several calls, from its own number on.
+        found = map(int, re.findall(r"\b\d{5,}\b", line))
+        return any(number <= call < number + CALLS_AT_ONCE for number in found for call in calls)
+
+    last = outcome.history[-LAST_SHOWN:]
+    lines = [each for each in outcome.history[:-LAST_SHOWN] if is_about(each)]
+    left_out = len(outcome.history) - len(last) - len(lines[-SHOWN:])
+    return [f"({left_out:,} lines of its history are left out)", *lines[-SHOWN:], *last]

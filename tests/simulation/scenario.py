@@ -19,6 +19,8 @@ END_SECONDS = 700.0
 """So long after its clients have left or died, nothing is left of a pool."""
 MOST_SECONDS = 10_000.0
 """A client that is still there then hangs."""
+HARMLESS = frozenset(("clock", "cut", "silence"))
+"""Faults that a call may notice by no more than a delay."""
 
 
 class Scenario:
@@ -40,10 +42,17 @@ class Scenario:
         self.kinds: set[str] = set()
         """The kinds of faults of this run."""
         self.nodes = 1
+        self.fault = ""
+        """The name of the fault that comes now."""
         self.over = False
         """Whether nothing goes wrong any more."""
         self.failing: list[str] = []
         """The errors that the next writes of files meet."""
+        self.seed = seed
+        self.without: frozenset[str] = frozenset()
+        """The faults that are left out, by their names."""
+        self.faults: dict[str, str] = {}
+        """What went wrong, by the names of the faults."""
         world.begin(seed)
         world.machinery.disk.check = self._disk
 
@@ -59,8 +68,26 @@ class Scenario:
             self.kinds = {self.random.choice(kinds) for _ in range(self.random.randint(1, 2))}
 
     def _begin_faults(self) -> None:
-        for _ in range(self.random.randint(1, 6) if self.kinds else 0):
-            self._later(self._fault)
+        for row in range(self.random.randint(1, 6) if self.kinds else 0):
+            self._plan_fault(Random(f"faults {self.seed} {row}"), row, 0)
+
+    def _plan_fault(self, times: Random, row: int, number: int) -> None:
+        """Have one fault come, and perhaps others after it."""
+        name = f"{row}.{number}"
+
+        def come() -> None:
+            if self.over:
+                return
+            # Each has chances of its own: the others stay as they are if one is left out.
+            plan, self.random = self.random, Random(f"fault {self.seed} {name}")
+            if name not in self.without:
+                self.fault = name
+                self._fault()
+            self.random = plan
+            if times.random() < 0.7:
+                self._plan_fault(times, row, number + 1)
+
+        self._at_random(times, come)
 
     def _await(self, process: Process) -> None:
         """Let the world go on until a process has ended."""
@@ -91,12 +118,13 @@ class Scenario:
     # Faults.
 
     def _later(self, action: Callable[[], None]) -> None:
-        seconds = self.random.choice((0.002, 0.01, 0.05, 0.3, 1.0, 5.0, 20.0, 100.0))
-        self.kernel.at(self.kernel.now + self.random.random() * seconds, action)
+        self._at_random(self.random, action)
+
+    def _at_random(self, random: Random, action: Callable[[], None]) -> None:
+        seconds = random.choice((0.002, 0.01, 0.05, 0.3, 1.0, 5.0, 20.0, 100.0))
+        self.kernel.at(self.kernel.now + random.random() * seconds, action)
 
     def _fault(self) -> None:
-        if self.over:
-            return
         kind = self.random.choice(sorted(self.kinds))
         kernel = self.kernel
         done = ""
@@ -139,9 +167,8 @@ class Scenario:
             self._later(lambda: self.network.unreachable.discard(host))
         if done:
             self.counts[kind] += 1
-            kernel.note(f"FAULT {done}")
-        if self.random.random() < 0.7:
-            self._later(self._fault)
+            self.faults[self.fault] = done
+            kernel.note(f"FAULT {self.fault}: {done}")
 
     def _disk(self, operation: str, what: Any) -> None:
         if self.failing and operation in ("write", "fsync", "mkdir", "rename", "replace"):
@@ -174,5 +201,6 @@ class Scenario:
         """Errors are for faults alone, and say what has happened."""
         self.counts["errors"] += 1
         self.kernel.note(f"{what}: {type(problem).__name__}: {problem}")
-        if not self.kinds:
+        is_call = what.startswith(("a call", "call "))
+        if not self.kinds - HARMLESS if is_call else not self.kinds:
             self._says(f"{what}: without a fault: {''.join(traceback.format_exception(problem))}")

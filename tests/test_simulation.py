@@ -1,0 +1,31 @@
+"""The simulated world's own parts; `make simulate` runs seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .simulation import defect
+from .simulation.runner import Outcome, about
+
+
+def test_every_old_defect_can_be_put_back(tmp_path: Path) -> None:
+    defect.copy_sources(tmp_path)
+    assert len(defect.names()) >= 10
+    for name in defect.names():
+        defect.put_back(name, tmp_path, "--check")
+
+
+def test_a_history_is_shortened_to_what_is_about_the_failure() -> None:
+    told = [
+        "  0.1 client-1000: futures 81520001",
+        "  0.2 agent-1001: starts -P -m skyward.worker.executor as 1002",
+        "  0.3 world: FAULT 0.0: stop agent-1001",
+        "  0.4 client-1000: prints [node 0] call 81520003 try 1 line 0",
+        "  0.5 client-1000: prints [node 1] call 93330001 try 1 line 0",
+        *(f"  {each}.0 client-1000: prints the last" for each in range(10)),
+    ]
+    outcome = Outcome(1, "pool", "call 81520003 began 2 times with 0 retries", told)
+    shown = about(outcome)
+    assert shown[0] == "(2 lines of its history are left out)"
+    assert shown[1:4] == [told[0], told[2], told[3]]
+    assert shown[4:] == told[5:]
