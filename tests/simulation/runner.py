@@ -189,7 +189,8 @@ def find(seeds: Sequence[int], only: str | None, jobs: int) -> int:
     for count, outcome in enumerate(outcomes, 1):
         if outcome.problem:
             outcomes.close()
-            what = outcome.problem.strip().splitlines()[-1]
+            lines = outcome.problem.strip().splitlines()
+            what = lines[-1 if lines[0].startswith("Traceback") else 0]
             print(
                 f"found with seed {outcome.seed} of {outcome.scenario}, after {count:,} seeds and "
                 f"{time.monotonic() - began:,.0f} s: {what[:200]}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import gc
 import importlib
@@ -139,13 +140,28 @@ class World:
         # The same in every run of a seed: paths are in messages, and in the keys of tables.
         base = os.environ.get("SIMULATION_FOLDER", "/dev/shm/simulation")
         self.folder = f"{base}-{seed}"
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.makedirs(self.folder)
+        self._await_folder()
+
+    def _await_folder(self) -> None:
+        """Make the folder of the run, empty, once nobody else on this machine runs this seed."""
+        while True:
+            os.makedirs(self.folder, exist_ok=True)
+            try:
+                self._held = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._held, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(self._held), os.stat(self.folder)):
+                    break
+                os.close(self._held)
+            except FileNotFoundError:
+                continue
+        for each in os.scandir(self.folder):
+            shutil.rmtree(each) if each.is_dir(follow_symlinks=False) else os.unlink(each)
 
     def end(self) -> None:
         """Remove what the run has left."""
         os.chdir("/")
         shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._held)
 
     def spawn(self, argv: list[str], host: str = "client", **environment: str) -> Process:
         """Start a process that no other process has started."""
