@@ -23,6 +23,7 @@ class Stand:
 
     def __init__(self, node: int, order: int) -> None:
         self.node, self.order = node, order
+        self.id = f"{node}.{order}"
 
 
 class Engine(SharedAllocation[Any]):
@@ -171,6 +172,27 @@ def test_machines_come_in_any_order_and_twice() -> None:
         assert not tasks[0].done()
         engine.come(0)
         assert (await tasks[0]).node == 0
+
+    play(scenario, Engine(at_once=()))
+
+
+def test_a_machine_that_another_node_has_is_given_to_nobody_else() -> None:
+    async def scenario(engine: Engine) -> None:
+        first, second = together(engine, 0, 1)
+        await turn(lambda: engine.asked)
+        machine = Stand(0, 1)
+        engine.give(0, machine)
+        engine.give(1, machine)
+        assert await first is machine
+        with pytest.raises(
+            PoolStartError, match=r"node 1: the provider gave it 0\.1, which node 0"
+        ):
+            await second
+
+        again = asyncio.create_task(engine.get(order(1)))
+        await turn(lambda: len(engine.asked) == 2)
+        engine.come(1)
+        assert (await again).node == 1
 
     play(scenario, Engine(at_once=()))
 

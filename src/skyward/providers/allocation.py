@@ -149,10 +149,20 @@ class SharedAllocation(Allocation[M]):
         raise problem
 
     def give(self, node: int, machine: M) -> None:
-        """Hand a machine out to the node that it is for."""
+        """Hand a machine out to the node that it is for, unless another node has it."""
         wanted = self.wanted.get(node)
-        if wanted is not None and wanted.waits:
-            wanted.machine.set_result(machine)
+        if wanted is None or not wanted.waits:
+            return
+        for other, each in self.wanted.items():
+            if each.has_machine and each.machine.result().id == machine.id:
+                wanted.refuse(
+                    PoolStartError(
+                        f"node {node}: the provider gave it {machine.id}, which node {other} has; "
+                        "its next start asks for another"
+                    )
+                )
+                return
+        wanted.machine.set_result(machine)
 
     def refuse(self, nodes: Iterable[int], problem: BaseException) -> None:
         """Tell nodes that wait why they have no machine."""
