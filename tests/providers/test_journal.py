@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 from typing import Any, ClassVar
@@ -189,6 +190,48 @@ def test_cleaning_removes_machines_also_those_nobody_heard_of(journal: Journal) 
     assert set(cleaned.removed) == {str(folder) for folder in folders}
     assert cleaned.failures == ()
     assert not any(folder.exists() for folder in folders)
+    assert journal.pools() == []
+
+
+def test_cleaning_waits_for_each_node_that_was_asked_for(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = opened(journal)
+    made(journal, pool, 0)
+    made(journal, pool, 0)  # a second machine of the same node
+    journal.intend(pool, 1)
+    late: list[str] = []
+    find = sky.Local.find
+
+    async def found_late(self: sky.Local, pool: str) -> list[Any]:
+        found = await find(self, pool)
+        if not late:
+            machine = await self.create(Order(pool, 1, WISH))
+            late.append(machine.id)
+        return found
+
+    monkeypatch.setattr(sky.Local, "find", found_late)
+
+    cleaned = clean(journal, journal.pools()[0])
+
+    assert late[0] in cleaned.removed
+    assert len(cleaned.removed) == 3
+
+
+def test_a_clock_that_was_ahead_does_not_make_cleaning_wait(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyward.nodes.cleanup._APPEARING_SECONDS", 0.2)
+    pool = opened(journal)
+    with monkeypatch.context() as clock:
+        ahead = time.time() + 86400
+        clock.setattr("time.time", lambda: ahead)
+        journal.intend(pool, 0)
+
+    began = time.monotonic()
+    clean(journal, journal.pools()[0])
+
+    assert time.monotonic() - began < 60
     assert journal.pools() == []
 
 

@@ -171,12 +171,15 @@ async def _found(
     provider: Provider, allocation: Allocation[Any], pool: PoolRecord
 ) -> Sequence[Machine]:
     """The pool's machines; waits for a machine that was asked for a moment ago."""
-    deadline = max((each.created for each in pool.machines if each.id is None), default=0.0)
-    deadline += _APPEARING_SECONDS
+    asked = max((each.created for each in pool.machines if each.id is None), default=0.0)
+    # No longer than that: the clock by which the client has asked may have been ahead.
+    left = min(_APPEARING_SECONDS, asked + _APPEARING_SECONDS - time.time())
+    deadline = time.monotonic() + left
+    wanted = {each.node for each in pool.machines}
     while True:
         found = [*await allocation.find()]
         found += _kept_here(provider, pool, [machine.id for machine in found])
-        if len(found) >= len(pool.machines) or time.time() > deadline:
+        if wanted <= {machine.node for machine in found} or time.monotonic() > deadline:
             return found
         await asyncio.sleep(1)
 
