@@ -249,7 +249,11 @@ class Kernel:
         for name, value in process.system.items():
             setattr(sys, name, value)
         if before is None or before.directory != process.directory:
-            os.chdir(process.directory)
+            try:
+                os.chdir(process.directory)
+            except FileNotFoundError:
+                # It has removed its own folder, and goes on for a moment.
+                os.chdir("/")
         self.known = len(sys.modules)
         self.loaded = process
 

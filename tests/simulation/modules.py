@@ -58,6 +58,7 @@ COPIED = (
     "secrets",
     "uuid",
     "skyward",
+    "tests.simulation.vendor",
 )
 """Modules of which every process has a copy, over the simulated ones."""
 MAIN_IDENT = 1
@@ -66,7 +67,7 @@ MAIN_IDENT = 1
 def is_private(name: str) -> bool:
     """Whether each process has a module of that name of its own."""
     root = name.partition(".")[0]
-    return root in COPIED or root in SIMULATED
+    return root in COPIED or root in SIMULATED or name in COPIED
 
 
 SIMULATED = {

@@ -23,6 +23,8 @@ class Pool(Scenario):
 
     killed = ("executor", "agent", "client")
     stopped = ("agent", "executor")
+    elastic = 0.2
+    """How many of the pools grow and shrink."""
 
     def __init__(self, world: World, seed: int) -> None:
         super().__init__(world, seed)
@@ -30,7 +32,7 @@ class Pool(Scenario):
         self.is_down = False
         """Whether a client has ended the kept pool."""
         world.hosts = self.random.random() < 0.6
-        self.nodes = self.least = self.random.randint(1, 3)
+        self.nodes = self.random.randint(1, 3)
         self.workers = self.random.choice((1, 1, 2))
         self.retries = self.random.choice((0, 0, 1, 3))
         self.keeps = self.random.random() < 0.25
@@ -57,7 +59,6 @@ class Pool(Scenario):
     def _client(self, process: Process) -> int:
         import skyward as sky
 
-        provider = sky.Local(transport="tcp") if self.world.hosts else sky.Local()
         options = sky.Options(
             console=False,
             orphan_timeout=self.random.choice((20.0, 60.0)),
@@ -66,13 +67,12 @@ class Pool(Scenario):
         executor = self.random.choice(("process", "process", "thread"))
         more = {"keep": 100.0, "name": "kept", "ttl": 600.0} if self.keeps else {}
         nodes: Any = self.nodes
-        if self.random.random() < 0.2:
-            self.least = self.random.randint(1 if self.keeps else 0, self.nodes)
-            nodes = self.least, self.nodes
+        if self.random.random() < self.elastic:
+            nodes = (self.random.randint(1 if self.keeps else 0, self.nodes), self.nodes)
         with (
             self._watched(sky, "the pool"),
             sky.Compute(
-                provider,
+                self._provider(sky),
                 nodes=nodes,
                 worker=sky.Worker(per_node=self.workers, executor=executor),
                 options=options,
@@ -81,6 +81,9 @@ class Pool(Scenario):
         ):
             self._use(sky, compute)
         return 0
+
+    def _provider(self, sky: Any) -> Any:
+        return sky.Local(transport="tcp") if self.world.hosts else sky.Local()
 
     def _later_client(self, process: Process) -> int:
         """One that attaches to a pool that another has made, and may end it."""
@@ -208,9 +211,7 @@ class Pool(Scenario):
         for number, times in work.ledger().began.items():
             if times > 1 + self.retries and number not in self._ranks():
                 self._says(f"call {number} began {times} times with {self.retries} retries")
-        # Shared state is lost with node 0; whoever comes then finds it new.
-        lost = self.least == 0 or any("node 0 was lost" in line for line in self.world.said)
-        if not lost and not self.keeps:
+        if self._state_lasts():
             for name, changes in work.ledger().changes.items():
                 self._check_order(name, changes)
         for process in self._living():
@@ -219,6 +220,11 @@ class Pool(Scenario):
             left = [str(each) for each in Path(self.world.folder).glob("sky-*")]
             if left:
                 self._says(f"left behind: {', '.join(sorted(left))}")
+
+    def _state_lasts(self) -> bool:
+        """Whether shared state was never lost, with node 0: whoever comes then finds it new."""
+        ends = ("node 0 was lost", "the pool has no nodes now")
+        return not self.keeps and not any(end in line for line in self.world.said for end in ends)
 
     def _ranks(self) -> set[int]:
         """The numbers of broadcasts: one for all ranks."""

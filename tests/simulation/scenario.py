@@ -158,7 +158,7 @@ class Scenario:
                 else:
                     wire.silence()
         else:
-            host = f"host{self.random.randrange(self.nodes)}"
+            host = self.random.choice(self._hosts())
             done = f"{kind} {host}"
             self.network.unreachable.add(host)
             for wire in self.network.live():
@@ -169,6 +169,10 @@ class Scenario:
             self.counts[kind] += 1
             self.faults[self.fault] = done
             kernel.note(f"FAULT {self.fault}: {done}")
+
+    def _hosts(self) -> list[str]:
+        """The hosts that may be out of reach."""
+        return [f"host{node}" for node in range(self.nodes)]
 
     def _disk(self, operation: str, what: Any) -> None:
         if self.failing and operation in ("write", "fsync", "mkdir", "rename", "replace"):

@@ -38,6 +38,10 @@ PRELOADED = [
     "skyward.worker.services.state",
     "skyward.nodes.fleet",
     "skyward.providers.local",
+    "skyward.cli.main",
+    "skyward.cli.gc",
+    "skyward.nodes.cleanup",
+    "tests.simulation.vendor",
 ]
 ENVIRONMENT = {
     "SKYWARD_LINKS": "python",
