@@ -334,6 +334,9 @@ class Machinery:
         def monotonic() -> float:
             return kernel.now
 
+        def date(seconds: float | None = None) -> time.struct_time:
+            return time.gmtime(wall() if seconds is None else seconds)
+
         module.__dict__.update(
             time=wall,
             time_ns=lambda: int(wall() * 1e9),
@@ -343,6 +346,9 @@ class Machinery:
             perf_counter_ns=lambda: int(kernel.now * 1e9),
             process_time=monotonic,
             thread_time=monotonic,
+            gmtime=date,
+            localtime=date,
+            strftime=lambda form, given=None: time.strftime(form, given or date()),
             sleep=kernel.sleep,
         )
         return module
