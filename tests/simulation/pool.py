@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from . import work
 from .kernel import Process
+from .linear import MODELS, Operation, is_linear
 from .scenario import END_SECONDS, HARMLESS, MOST_SECONDS, Scenario
 from .world import World
 
@@ -187,9 +189,13 @@ class Pool(Scenario):
             found = sky.function(work.nested)(number, seconds) >> compute
             self._result(number, (number, 0), found)
         elif kind == "counter":
-            name = f"counter-{random.randint(0, 1)}"
-            calls = [sky.function(work.add)(name) for _ in range(random.randint(1, 5))]
-            sky.gather(*calls) >> compute
+            steps = [("counter", f"counter-{random.randint(0, 1)}", "add", (1,))]
+            count = random.randint(1, 5)
+            for at, each in enumerate(
+                sky.gather(*(sky.function(work.use)(number + at, steps) for at in range(count)))
+                >> compute
+            ):
+                self._result(number + at, (number + at, 1), each)
 
     def _result(self, number: int, wanted: Any, found: Any) -> None:
         if found != wanted:
@@ -211,9 +217,7 @@ class Pool(Scenario):
         for number, times in work.ledger().began.items():
             if times > 1 + self.retries and number not in self._ranks():
                 self._says(f"call {number} began {times} times with {self.retries} retries")
-        if self._state_lasts():
-            for name, changes in work.ledger().changes.items():
-                self._check_order(name, changes)
+        self._check_shared()
         for process in self._living():
             self._says(f"{process.name} lives {END_SECONDS:g} s after its client has ended")
         if not self.broken and self.client.status == 0 and not self.keeps:
@@ -221,25 +225,46 @@ class Pool(Scenario):
             if left:
                 self._says(f"left behind: {', '.join(sorted(left))}")
 
-    def _state_lasts(self) -> bool:
-        """Whether shared state was never lost, with node 0: whoever comes then finds it new."""
-        ends = ("node 0 was lost", "the pool has no nodes now")
-        return not self.keeps and not any(end in line for line in self.world.said for end in ends)
-
     def _ranks(self) -> set[int]:
         """The numbers of broadcasts: one for all ranks."""
         return {number for number in work.ledger().began if number not in work.ledger().written}
 
-    def _check_order(self, name: str, changes: list[tuple[float, float, int | None]]) -> None:
-        """Increments that returned are linearizable: each has a number of its own, in order."""
-        told = sorted((value, began, ended) for began, ended, value in changes if value is not None)
-        values = [value for value, _, _ in told]
-        if len(set(values)) != len(values):
-            self._says(f"{name}: two increments returned the same: {values}")
-        latest = 0.0
-        for value, began, ended in told:
-            if ended < latest:
-                self._says(f"{name}: the increment to {value} ended before an earlier one began")
-            latest = max(latest, began)
-        if values and values[-1] > len(changes):
-            self._says(f"{name}: it is {values[-1]} after {len(changes)} increments")
+    def _check_shared(self) -> None:
+        """Each shared object was as if it had been used by one after the other."""
+        book = work.ledger()
+        for (kind, name), history in book.shared.items():
+            # With its owner, the head of the pool, the state is lost; the next owner has its own.
+            for epoch in {each.epoch for each in history} - {""}:
+                seen = [each for each in history if each.epoch in (epoch, "")]
+                if kind == "barrier":
+                    self._check_barrier(name, seen)
+                elif kind in MODELS:
+                    found = is_linear(kind, seen)
+                    self.counts["histories" if found is not None else "unclear histories"] += 1
+                    if found is False:
+                        told = "; ".join(str(each) for each in seen)
+                        self._says(f"{name}, in any order, does not give this: {told}")
+        for name, epoch in {(each.name, each.epoch) for each in book.holdings}:
+            self._check_lock([e for e in book.holdings if (e.name, e.epoch) == (name, epoch)])
+
+    def _check_lock(self, holdings: list[work.Holding]) -> None:
+        """Each holding has a token of its own; those that were let go were apart, in order."""
+        holdings.sort(key=lambda each: each.token)
+        for one, other in pairwise(holdings):
+            if one.token == other.token:
+                self._says(f"{one.name}: two holdings have one token: {one} and {other}")
+        for one, other in pairwise(each for each in holdings if each.released):
+            if other.since < one.until:
+                self._says(f"{one.name}: two held it at the same time: {one} and {other}")
+
+    def _check_barrier(self, name: str, waits: list[Operation]) -> None:
+        """Those who passed have each a number, and passed when all had come."""
+        parties = int(name.rpartition("-")[2])
+        passed = [each for each in waits if isinstance(each.result, int)]
+        numbers = [each.result for each in passed]
+        if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(parties)):
+            self._says(f"{name}: {parties} parties got {numbers}")
+        for each in passed:
+            there = sum(other.began <= each.ended for other in waits)
+            if there < parties:
+                self._says(f"{name}: one of {parties} passed when {there} had come")

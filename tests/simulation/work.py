@@ -8,7 +8,28 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from .linear import SHORT, TIMED_OUT, Operation
+
+Step = tuple[str, str, str, tuple[Any, ...]]
+"""What a task does with a shared object: its kind and name, the operation, the arguments."""
+
+
+@dataclass
+class Holding:
+    """A time in which a task held a lock."""
+
+    name: str
+    epoch: str
+    token: int
+    since: float
+    until: float = inf
+    """When the task began to let the lock go; it held the lock until then if that succeeds."""
+    released: bool = False
 
 
 class Ledger:
@@ -20,8 +41,9 @@ class Ledger:
         self.finished: Counter[int] = Counter()
         self.written: dict[int, list[str]] = {}
         """The lines that the last try of each call has printed."""
-        self.changes: dict[str, list[tuple[float, float, int | None]]] = {}
-        """Of each shared counter, when increments began and ended, and what they returned."""
+        self.shared: dict[tuple[str, str], list[Operation]] = {}
+        """The operations on each shared object, by its kind and name."""
+        self.holdings: list[Holding] = []
 
 
 def ledger() -> Ledger:
@@ -79,19 +101,62 @@ def rank(number: int) -> tuple[int, int]:
     return number, sky.instance_info().global_worker_index
 
 
-def add(name: str) -> int:
-    """Add one to a shared counter, and write down when that was, and what it returned."""
+def use(number: int, steps: Sequence[Step]) -> tuple[int, int]:
+    """Use shared objects, and write down what each operation returned, and when."""
+    import queue
+    import threading
     import time
 
     import skyward as sky
 
-    mine = ledger().changes.setdefault(name, [])
-    at = len(mine)
-    began = time.monotonic()
-    mine.append((began, float("inf"), None))
-    found = int(sky.counter(name).increment(1))
-    mine[at] = (began, time.monotonic(), found)
-    return found
+    book = ledger()
+    book.began[number] += 1
+    book.written[number] = []
+    handles: dict[tuple[str, str], Any] = {}
+    for kind, name, what, given in steps:
+        if (kind, name) not in handles:
+            made: dict[str, Any] = {
+                "short": lambda name: sky.queue(name, SHORT),
+                "lock": lambda name: sky.lock(name, lease=10.0),
+                "barrier": lambda name: sky.barrier(name, int(name.rpartition("-")[2])),
+            }
+            handles[kind, name] = made.get(kind, getattr(sky, kind, None))(name)
+        handle = handles[kind, name]
+        seen = Operation(what, given, time.monotonic(), handle._epoch)
+        book.shared.setdefault((kind, name), []).append(seen)
+        try:
+            if kind == "lock":
+                hold(handle, *given)
+            elif what in ("get", "put", "wait") and kind != "dict":
+                seen.result = getattr(handle, what)(*given, timeout=5.0)
+            else:
+                seen.result = getattr(handle, what)(*given)
+        except sky.StateLostError:
+            continue
+        except threading.BrokenBarrierError:
+            seen.result = "broken"
+        except TimeoutError:
+            seen.result = TIMED_OUT
+        except queue.Empty:
+            seen.result = "empty"
+        except queue.Full:
+            seen.result = "full"
+        seen.epoch, seen.ended = handle._epoch, time.monotonic()
+    book.finished[number] += 1
+    return number, len(steps)
+
+
+def hold(lock: Any, seconds: float) -> None:
+    """Hold a lock for so long, and write down when that was."""
+    import time
+
+    lock.acquire(timeout=60.0)
+    held = Holding(lock.name, lock._epoch, lock.token, time.monotonic())
+    ledger().holdings.append(held)
+    time.sleep(seconds)
+    held.until = time.monotonic()
+    lock.release()
+    held.released = True
 
 
 def nested(number: int, seconds: float) -> tuple[int, int]:
