@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -490,6 +491,22 @@ def test_a_generator_whose_node_is_lost_tells_its_consumer(own: sky.Compute) -> 
     os.kill(next(stream), signal.SIGKILL)
     with pytest.raises(sky.NodeLostError, match="its agent is gone"):
         next(stream)
+
+
+def test_a_node_whose_worker_cannot_be_started_any_more_is_replaced(
+    own: sky.Compute, eventually: Eventually
+) -> None:
+    """Its executors have nowhere to listen: a call for it would wait for ever."""
+    agent, executor = own.run(parent_id(), on=1), own.run(process_id(), on=1)
+    machine: Any = own._open_fleet.nodes[1].host._machine
+    folder = Path(machine.id)
+    shutil.rmtree(folder)
+    folder.write_text("")
+    os.kill(executor, signal.SIGKILL)
+
+    eventually(lambda: own.stats().nodes_lost == 1, what="the loss")
+    assert own.run(parent_id(), on=1) != agent
+    folder.unlink(missing_ok=True)
 
 
 def lose_node(compute: sky.Compute, eventually: Eventually, node: int = 0) -> None:

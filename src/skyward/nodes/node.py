@@ -1355,13 +1355,12 @@ class Node:
             else:
                 self._lose_after_results(lane, down.reason)
         if not down.restarting:
-            failure = PoolStartError(
-                f"node {self.index} worker {down.worker} cannot run: {down.reason}"
-            )
+            failure = f"worker {down.worker} cannot run: {down.reason}"
             if self._state == "starting":
-                self.give_up(failure)
+                self.give_up(PoolStartError(f"node {self.index} {failure}"))
             else:
-                self._fleet.console.note(str(failure))
+                # Its calls, and broadcasts, would wait for it for ever.
+                self.handle_loss(failure)
         elif self._state == "starting" and lane is None:
             self._fleet.console.note(f"node {self.index}: worker {down.worker}: {down.reason}")
 
