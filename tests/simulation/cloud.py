@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 from typing import Any
 
@@ -113,6 +115,12 @@ class Cloud(Pool):
             which = self.market.reclaim()
             self.kernel.note(f"FAULT reclaim {which}")
             self.counts["market: reclaim"] += bool(which)
+
+    def _disk(self, operation: str, what: Any) -> None:
+        is_journal = operation == "write" and str(what).endswith("journal.sqlite")
+        if is_journal and self.market.goes_wrong("journal", 0.15):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), what)
+        super()._disk(operation, what)
 
     def _expected(self, problem: BaseException, what: str) -> None:
         kinds, self.kinds = self.kinds, self.kinds | self.wrong

@@ -15,8 +15,19 @@ from typing import Any
 from .kernel import File, Process, WaitQueue
 from .world import World
 
-FAULTS = ("late", "refuse", "more", "twice", "answer", "look", "lie", "destroy", "reclaim")
-"""What a provider may do wrong.
+FAULTS = (
+    "late",
+    "refuse",
+    "more",
+    "twice",
+    "answer",
+    "look",
+    "lie",
+    "destroy",
+    "reclaim",
+    "journal",
+)
+"""What may go wrong with a provider, and what the client knows of it.
 
 - late: its answers and its machines take long
 - refuse: it has no machine for some nodes
@@ -27,6 +38,7 @@ FAULTS = ("late", "refuse", "more", "twice", "answer", "look", "lie", "destroy",
 - lie: it says that a machine is gone, or that it is there
 - destroy: it refuses to remove a machine
 - reclaim: it takes machines back, with a notice or without
+- journal: the client cannot write down what it asks for, or what it has
 """
 APPEAR_SECONDS = 6.0
 """So long after a request, the machine may be missing from the list, where the provider is late."""
@@ -112,10 +124,10 @@ class Market:
 
     def ask(self, what: str, *given: Any) -> Asked:
         """Send a request; it is fulfilled whether or not its client lives on."""
-        late = self._goes_wrong("late", 0.3)
+        late = self.goes_wrong("late", 0.3)
         there = self.random.random() * (self.random.choice((1.0, 8.0, 40.0)) if late else 0.05)
         asked = Asked(self.kernel.now + 2 * there)
-        if self._goes_wrong("answer", 0.2):
+        if self.goes_wrong("answer", 0.2):
             asked.silent = True
             asked.back += 20.0
         work: Callable[..., None] = getattr(self, f"_{what}")
@@ -126,19 +138,19 @@ class Market:
         self, asked: Asked, pool: str, nodes: Sequence[int], owner: str, pid: int, name: str
     ) -> None:
         nodes = list(nodes)
-        if self._goes_wrong("refuse", 0.4):
+        if self.goes_wrong("refuse", 0.4):
             nodes = nodes[: self.random.randrange(len(nodes))]
         if not nodes:
             asked.refusal = "sold out"
             return
         marks = list(nodes)
-        if self._goes_wrong("more", 0.4):
+        if self.goes_wrong("more", 0.4):
             marks.append(self.random.choice(nodes))
         made = []
         for node in marks:
             id = f"m{len(self.machines)}"
             now = self.kernel.now
-            late = self._goes_wrong("late", 0.3)
+            late = self.goes_wrong("late", 0.3)
             machine = Rented(
                 *(id, pool, node, owner, pid, name, f"{self.world.folder}/{id}"),
                 appears=now + (self.random.random() * APPEAR_SECONDS if late else 0.0),
@@ -149,13 +161,13 @@ class Market:
             made.append((node, id))
             self.counts["machines"] += 1
             self.kernel.note(f"the market makes {id} for node {node} of {pool}")
-        if len(made) > 1 and self._goes_wrong("twice", 0.5):
+        if len(made) > 1 and self.goes_wrong("twice", 0.5):
             first, second = self.random.sample(range(len(nodes)), 2) if len(nodes) > 1 else (0, 0)
             made[second] = (made[second][0], made[first][1])
         asked.answer = made
 
     def _list(self, asked: Asked, pool: str) -> None:
-        if self._goes_wrong("look", 0.4):
+        if self.goes_wrong("look", 0.4):
             asked.refusal = "the list cannot be had now"
             return
         now = self.kernel.now
@@ -166,17 +178,17 @@ class Market:
         ]
 
     def _destroy(self, asked: Asked, id: str) -> None:
-        if self._goes_wrong("destroy", 0.3):
+        if self.goes_wrong("destroy", 0.3):
             asked.refusal = f"{id} cannot be removed now"
             return
         self.end(self.machines[id], "removed")
 
     def _look(self, asked: Asked, id: str) -> None:
-        if self._goes_wrong("look", 0.4):
+        if self.goes_wrong("look", 0.4):
             asked.refusal = f"nobody can say what is with {id}"
             return
         machine = self.machines[id]
-        asked.answer = (machine.ended is None) != self._goes_wrong("lie", 0.1)
+        asked.answer = (machine.ended is None) != self.goes_wrong("lie", 0.1)
 
     # What runs on a machine.
 
@@ -243,7 +255,8 @@ class Market:
         """The machines that cost."""
         return [each for each in self.machines.values() if each.ended is None]
 
-    def _goes_wrong(self, kind: str, chance: float) -> bool:
+    def goes_wrong(self, kind: str, chance: float) -> bool:
+        """Whether a fault of this kind happens now."""
         wrong = kind in self.faults and self.random.random() < chance
         if wrong:
             self.counts[f"market: {kind}"] += 1

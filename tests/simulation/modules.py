@@ -21,6 +21,7 @@ import resource
 import select
 import signal
 import socket
+import sqlite3
 import sys
 import time
 import types
@@ -1002,6 +1003,21 @@ class Machinery:
         module.__dict__["mmap"] = Map
         return module
 
+    def sqlite_module(self) -> types.ModuleType:
+        kernel, disk = self.kernel, self.disk
+
+        def connect(path: Any, *args: Any, **given: Any) -> sqlite3.Connection:
+            kernel.pause()
+            try:
+                disk.check("write", str(path))
+            except OSError as problem:
+                raise sqlite3.OperationalError(f"disk I/O error: {problem}") from None
+            return sqlite3.connect(path, *args, **given)
+
+        module = _copy(sqlite3, "sqlite3")
+        module.__dict__["connect"] = connect
+        return module
+
     def faulthandler_module(self) -> types.ModuleType:
         module = types.ModuleType("faulthandler")
         for name in ("register", "unregister", "enable", "disable", "dump_traceback"):
@@ -1153,6 +1169,7 @@ class Program:
             "atexit": machinery.atexit_module(),
             "mmap": machinery.mmap_module(),
             "_queue": machinery.queue_module(),
+            "sqlite3": machinery.sqlite_module(),
             "_asyncio": None,
         }
         sys.modules.update(made)  # type: ignore[arg-type]
