@@ -256,6 +256,9 @@ class Pool(Scenario):
         for one, other in pairwise(each for each in holdings if each.released):
             if other.since < one.until:
                 self._says(f"{one.name}: two held it at the same time: {one} and {other}")
+        for each in holdings:
+            if each.refused - each.since < work.LEASE_SECONDS:
+                self._says(f"{each.name}: it was taken from its holder within its lease: {each}")
 
     def _check_barrier(self, name: str, waits: list[Operation]) -> None:
         """Those who passed have each a number, and passed when all had come."""

@@ -33,8 +33,8 @@ class Shared(Pool):
         ]
         plans = [self._plan(objects) for _ in range(count + 1)]
         extra: list[work.Step] = []
-        if random.random() < 0.3:
-            extra.append(("lock", "lock", "hold", (random.choice((0.0, 0.2, 3.0, 15.0)),)))
+        if random.random() < 0.5:
+            extra.append(("lock", "lock", "hold", (random.choice((0.0, 0.5, 4.0, 8.0, 15.0)),)))
         if random.random() < 0.3:
             extra.append(("barrier", f"barrier-{number}-{count + 1}", "wait", ()))
         for plan in plans:

@@ -15,6 +15,7 @@ from typing import Any
 
 from .linear import SHORT, TIMED_OUT, Operation
 
+LEASE_SECONDS = 10.0
 Step = tuple[str, str, str, tuple[Any, ...]]
 """What a task does with a shared object: its kind and name, the operation, the arguments."""
 
@@ -30,6 +31,8 @@ class Holding:
     until: float = inf
     """When the task began to let the lock go; it held the lock until then if that succeeds."""
     released: bool = False
+    refused: float = inf
+    """When the task was told that it does not hold the lock any more."""
 
 
 class Ledger:
@@ -117,7 +120,7 @@ def use(number: int, steps: Sequence[Step]) -> tuple[int, int]:
         if (kind, name) not in handles:
             made: dict[str, Any] = {
                 "short": lambda name: sky.queue(name, SHORT),
-                "lock": lambda name: sky.lock(name, lease=10.0),
+                "lock": lambda name: sky.lock(name, lease=LEASE_SECONDS),
                 "barrier": lambda name: sky.barrier(name, int(name.rpartition("-")[2])),
             }
             handles[kind, name] = made.get(kind, getattr(sky, kind, None))(name)
@@ -150,12 +153,19 @@ def hold(lock: Any, seconds: float) -> None:
     """Hold a lock for so long, and write down when that was."""
     import time
 
+    import skyward as sky
+
     lock.acquire(timeout=60.0)
     held = Holding(lock.name, lock._epoch, lock.token, time.monotonic())
     ledger().holdings.append(held)
     time.sleep(seconds)
     held.until = time.monotonic()
-    lock.release()
+    try:
+        lock.release()
+    except sky.StateLostError as problem:
+        if "is not held any more" in str(problem):
+            held.refused = time.monotonic()
+        raise
     held.released = True
 
 
