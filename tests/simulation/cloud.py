@@ -12,8 +12,11 @@ from .market import FAULTS, Market
 from .pool import Pool
 from .world import World
 
-SURPLUS_SECONDS = 400.0
+SURPLUS_SECONDS = 60.0
 """So long a pool may have more machines than nodes: some have only been asked to go."""
+SLOW_SECONDS = 400.0
+"""The same where the provider is slow to remove them, refuses to, or makes too many."""
+SLOW = {"late", "more", "answer", "look", "destroy"}
 LOOK_SECONDS = 20.0
 HONEST_SECONDS = 2500.0
 """After so long, the provider does nothing wrong any more: a pool must come to life then."""
@@ -158,7 +161,7 @@ class Cloud(Pool):
         now = self.kernel.now
         if len(self.market.there) <= self.most:
             self.surplus = now
-        elif now - self.surplus > SURPLUS_SECONDS and not self.client.stopped:
+        elif now - self.surplus > (SLOW_SECONDS if self.wrong & SLOW else SURPLUS_SECONDS):
             there = ", ".join(f"{each.id} of node {each.node}" for each in self.market.there)
             self._says(f"more than {self.most} machines for {now - self.surplus:g} s: {there}")
             self.surplus = now
