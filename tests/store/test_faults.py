@@ -47,6 +47,45 @@ def test_a_full_disk_costs_the_save_and_nothing_else(small_disk: Path) -> None:
     assert store.load_model("m", version=1)["x"].shape == (100_000,)
 
 
+def test_a_version_whose_name_does_not_reach_the_disk_is_not_published(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = sky.ModelStore(folder, durable=True)
+    store.save_model({"x": torch.ones(3)}, "m")
+    sync = os.fsync
+
+    def full(handle: int) -> None:
+        if os.path.samestat(os.fstat(handle), os.stat(folder / "models" / "m")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(sky.errors.StoreFullError, match="make room"):
+            store.save_model({"x": torch.zeros(3)}, "m")
+
+    assert [each.version for each in store.versions("m")] == [1]
+
+
+def test_versions_can_be_deleted_on_a_full_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = sky.ModelStore(folder)
+    for number in range(3):
+        store.save_model({"x": torch.full((3,), number)}, "m")
+
+    def full(handle: int, part: memoryview, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        store.delete("m", version=1)
+        with pytest.raises(sky.errors.StoreFullError):
+            store.delete("m", version=3)
+
+    assert [each.version for each in store.versions("m")] == [2, 3]
+
+
 @pytest.mark.parametrize("budget", [0, 1000, 45_000, 45_500])
 def test_wherever_the_room_ends_the_old_version_stays(
     folder: Path, monkeypatch: pytest.MonkeyPatch, budget: int

@@ -332,8 +332,27 @@ def test_a_model_that_goes_while_it_is_looked_up(
             store.versions("m")
 
 
+def test_the_collector_removes_old_marks_but_the_highest(
+    store: sky.ModelStore, folder: Path
+) -> None:
+    for _ in range(3):
+        store.save_model({"x": 1}, "m")
+        store.delete("m")
+    store.gc()
+    young = sorted(each.name for each in folder.glob("models/m/*"))
+    for each in folder.glob("models/m/*"):
+        os.utime(each, (0, 0))
+
+    store.gc()
+
+    assert young == ["1.gone", "2.gone", "3.gone"]
+    assert [each.name for each in folder.glob("models/m/*")] == ["3.gone"]
+    assert store.save_model({"x": 1}, "m").version == 4
+
+
+@pytest.mark.parametrize("deleted", ["last", "each", "first"])
 def test_a_number_that_was_used_and_deleted_meanwhile_is_not_used_again(
-    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch, deleted: str
 ) -> None:
     last_number = Catalog.last_number
 
@@ -341,14 +360,18 @@ def test_a_number_that_was_used_and_deleted_meanwhile_is_not_used_again(
         found = last_number(catalog, name)
         monkeypatch.setattr(Catalog, "last_number", last_number)
         other = sky.ModelStore(folder)
-        other.save_model({"x": 1}, "m")
-        other.delete("m")
+        for _ in range(2):
+            other.save_model({"x": 1}, "m")
+            if deleted == "each":
+                other.delete("m")
+        if deleted != "each":
+            other.delete("m", version=None if deleted == "last" else 1)
         return found
 
     monkeypatch.setattr(Catalog, "last_number", meanwhile)
 
-    assert store.save_model({"x": 2}, "m").version == 2
-    assert [each.version for each in store.versions("m")] == [2]
+    assert store.save_model({"x": 2}, "m").version == 3
+    assert [each.version for each in store.versions("m")][-1] == 3
 
 
 def test_metadata_must_be_unicode(store: sky.ModelStore, folder: Path) -> None:

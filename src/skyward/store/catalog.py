@@ -19,10 +19,11 @@ from skyward.errors import (
     SerializationError,
     StoreDamagedError,
     StoreError,
+    StoreFullError,
 )
 from skyward.store import manifest as manifests
 from skyward.store.manifest import MANIFEST_LIMIT, Manifest, StoredObject, object_path
-from skyward.store.places import Files
+from skyward.store.places import FileEntry, Files
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _RESERVED = re.compile(r".*\.(json|gone)", re.IGNORECASE)
@@ -71,9 +72,10 @@ def name_problem(name: str) -> str | None:
 class Catalog:
     """The manifests of a store.
 
-    A version's number is used once: deleting the newest leaves a marker, so that a name and a
-    number mean the same bytes for ever. A running save has a lease: a file that names the objects
-    that the save reuses, so that the collector keeps them.
+    A version's number is used once: deleting it leaves a mark, so that a name and a number mean the
+    same bytes for ever. The mark of the highest number stays, and the others for as long as a save
+    may be about to take a number that was free when it began. A running save has a lease: a file
+    that names the objects that the save reuses, so that the collector keeps them.
     """
 
     def __init__(self, files: Files) -> None:
@@ -175,14 +177,16 @@ class Catalog:
     def withdraw(self, name: str, versions: list[int]) -> None:
         """Delete versions; their bytes stay until the garbage collector deletes them."""
         last = self.last_number(name)
-        if last in versions:
-            self.files.write(f"models/{name}/{last}.gone", [b"{}\n"])
         for number in versions:
+            try:
+                self.files.write(f"models/{name}/{number}.gone", [b"{}\n"])
+            except StoreFullError:
+                # Deletions make room. Without this mark, only a save that goes on may take the
+                # number again.
+                if number == last:
+                    raise
             self.files.delete(f"models/{name}/{number}.json")
             self._kept.pop(f"models/{name}/{number}.json", None)
-        for owner, number, gone in self._listed(name):
-            if owner == name and gone and number < last:
-                self.files.delete(f"models/{name}/{number}.gone")
 
     @contextlib.contextmanager
     def lease(self) -> Iterator[Callable[[Iterable[StoredObject]], None]]:
@@ -217,7 +221,7 @@ class Catalog:
         return lost | {each for each in stored if reused[each] in deleted}
 
     def collect(self, older_than: float) -> int:
-        """Remove the files that no manifest and no lease names; returns how many bytes that freed.
+        """Remove what no manifest and no lease names, and old marks; returns the bytes of that.
 
         A manifest that cannot be read stops the collection, because its objects are unknown. The
         manifests are read again after the leases, because a save publishes before it drops its
@@ -239,12 +243,24 @@ class Catalog:
                 named.update(object_path(name) for name in self._leased(entry.path))
         self._mark(named, seen)
         freed = 0
-        for entry in old:
+        for entry in [*old, *self._old_marks(now - older_than)]:
             abandoned = not entry.path.startswith("saves/") or entry.modified < now - GRACE
             if entry.path not in named and abandoned:
                 self.files.delete(entry.path)
                 freed += entry.size
         return freed
+
+    def _old_marks(self, before: float) -> list[FileEntry]:
+        """The marks that are this old, except those of the highest numbers."""
+        found = self._entries(None)
+        highest: dict[str, int] = {}
+        for _, name, number, _ in found:
+            highest[name] = max(number, highest.get(name, 0))
+        return [
+            entry
+            for entry, name, number, gone in found
+            if gone and number < highest[name] and entry.modified < before
+        ]
 
     def _mark(self, named: set[str], seen: set[tuple[str, int]]) -> None:
         """Add the objects of the versions that are not in `seen` yet."""
@@ -271,12 +287,17 @@ class Catalog:
             ) from None
 
     def _listed(self, name: str | None) -> list[tuple[str, int, bool]]:
+        """The name and the number of each version, and whether it was deleted."""
+        return [(owner, number, gone) for _, owner, number, gone in self._entries(name)]
+
+    def _entries(self, name: str | None) -> list[tuple[FileEntry, str, int, bool]]:
+        """The same, with the files."""
         folder = "models" if name is None else f"models/{name}"
         found = []
         for entry in self.files.list(folder):
             match = _VERSION.fullmatch(entry.path)
             if match and name in (None, match[1]):
-                found.append((match[1], int(match[2]), match[3] == "gone"))
+                found.append((entry, match[1], int(match[2]), match[3] == "gone"))
         return found
 
 

@@ -139,13 +139,20 @@ class LocalFiles(Files):
         self._sync(target.parent)
 
     def link(self, descriptor: int, temporary: Path, path: str) -> bool:
-        """Give a temporary file its name, unless another file has the name already."""
+        """Give a temporary file its name, unless another file has the name already.
+
+        After an error, the file does not have the name.
+        """
         target = self._ready(descriptor, path)
         try:
             os.link(temporary, target)
         except FileExistsError:
             return False
-        self._sync(target.parent)
+        try:
+            self._sync(target.parent)
+        except OSError:
+            target.unlink(missing_ok=True)
+            raise
         return True
 
     @contextlib.contextmanager
