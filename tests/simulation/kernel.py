@@ -17,7 +17,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from random import Random
 from types import FrameType, ModuleType
 from typing import Any
@@ -291,6 +291,17 @@ class Kernel:
         process.main = self.thread(process, lambda: self.start(process, None))
         return process
 
+    @contextlib.contextmanager
+    def as_process(self, process: Process) -> Iterator[None]:
+        """Let the current thread do something as another process, before that has a thread."""
+        thread = self.current
+        assert thread is not None
+        before, thread.process = thread.process, process
+        try:
+            yield
+        finally:
+            thread.process = before
+
     def split(self, stay_behind: Callable[[int], None]) -> None:
         """Fork: the current thread goes on as the child, with the program that it has.
 
@@ -362,10 +373,16 @@ class Kernel:
         for file in list(process.opened):
             if not file.closed:
                 os.close(file.fileno())
+        adopting = process.parent
+        while adopting is not None and not adopting.adopts:
+            adopting = adopting.parent
         for child in self.processes.values():
             if child.parent is process:
-                child.parent = None
-                child.reaped = child.dead
+                child.parent = adopting
+                child.reaped = child.reaped or (child.dead and adopting is None)
+                if adopting is not None and child.dead and not child.reaped:
+                    adopting.children_changed.wake()
+                    self.signal(adopting, signal.SIGCHLD)
                 if child.death_signal and not child.dead:
                     self.signal(child, child.death_signal)
         parent = process.parent
@@ -455,6 +472,8 @@ class Process:
         self.reaped = False
         self.status = 0
         self.death_signal = 0
+        self.adopts = False
+        """Whether it is the parent of descendants whose own parent has ended."""
         self.children_changed = WaitQueue()
 
     def add(self, file: File) -> int:

@@ -634,15 +634,15 @@ class Machinery:
             kernel.pause()
             disk.check("fsync", number)
 
-        def changing(name: str) -> Callable[..., Any]:
+        def checked(name: str) -> Callable[..., Any]:
             real = getattr(os, name)
 
-            def change(*args: Any, **kwargs: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
                 kernel.pause()
                 disk.check(name, args[0] if args else "")
                 return real(*args, **kwargs)
 
-            return change
+            return call
 
         def fork() -> int:
             """The caller goes on as the child; as its parent, only `detached.leave` is known."""
@@ -711,8 +711,11 @@ class Machinery:
             getloadavg=lambda: (0.0, 0.0, 0.0),
             getenv=lambda name, default=None: module.environ.get(name, default),
             **{
-                name: changing(name)
-                for name in ("replace", "rename", "unlink", "remove", "mkdir", "rmdir", "link")
+                name: checked(name)
+                for name in (
+                    *("replace", "rename", "unlink", "remove", "mkdir", "rmdir", "link"),
+                    *("stat", "scandir", "listdir"),
+                )
             },
         )
         module.__dict__.pop("pidfd_open", None)
@@ -862,8 +865,9 @@ class Machinery:
             errwrite: int,
             *rest: Any,
         ) -> int:
-            # Then: the error pipe's two ends, restore_signals, start_new_session, process_group...
-            new_session = rest[3]
+            # Then: the error pipe's two ends, restore_signals, start_new_session, process_group,
+            # three for users and groups, the umask, and what the child does first.
+            new_session, prepare = rest[3], rest[9]
             me: Process = it.process
             argv = [os.fsdecode(each) for each in args]
             if environment is None:
@@ -888,6 +892,9 @@ class Machinery:
                     child.put(number, me.descriptors[number])
                 elif number in me.files:
                     child.put(number, RealFile(kernel, number))
+            if prepare is not None:
+                with kernel.as_process(child):
+                    prepare()
             kernel.note(f"starts {' '.join(argv[-3:])} as {child.pid}")
             return int(child.pid)
 
@@ -968,6 +975,8 @@ class Machinery:
             def prctl(self, option: int, argument: int, *_: int) -> int:
                 if option == 1:
                     it.process.death_signal = int(argument)
+                elif option == 36:
+                    it.process.adopts = bool(argument)
                 return 0
 
             def fflush(self, stream: Any) -> int:

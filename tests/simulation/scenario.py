@@ -175,7 +175,7 @@ class Scenario:
         return [f"host{node}" for node in range(self.nodes)]
 
     def _disk(self, operation: str, what: Any) -> None:
-        if self.failing and operation in ("write", "fsync", "mkdir", "rename", "replace"):
+        if self.failing and operation in ("write", "fsync", "mkdir", "rename", "replace", "link"):
             current = self.kernel.current
             if current is None or (isinstance(what, int) and what < 3):
                 return
