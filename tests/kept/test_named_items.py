@@ -14,8 +14,8 @@ import skyward as sky
 from skyward.calls.task import Failed, Streaming
 from skyward.compute import named
 from skyward.compute.named import AGAIN_SECONDS, NamedCalls
-from skyward.compute.runner import NamedRun, Settled, write_items
-from skyward.errors import WorkerDiedError
+from skyward.compute.runner import CallRunner, NamedRun, Settled, write_items
+from skyward.errors import PoolClosedError, WorkerDiedError
 from skyward.worker.jobs import Job
 
 CALL = Job("slow", "call", ["count"], 0.0, "")
@@ -166,3 +166,21 @@ def test_a_broadcast_that_is_cancelled_before_it_runs_again_has_a_result(tmp_pat
     (answer,) = run._run([(0, 0)], run._tasks)
     assert isinstance(answer, Failed)
     assert (tmp_path / "result").exists()
+
+
+def test_a_call_whose_agent_is_gone_has_no_result(tmp_path: Path) -> None:
+    """The runner leaves the pool then, which is no answer to those who ask for the result."""
+
+    class Gone:
+        def next_reply(self) -> Any:
+            raise ConnectionResetError
+
+    runner = CallRunner(None, Gone(), tmp_path)  # type: ignore[arg-type]
+    run = runner._runs["cut"] = NamedRun(None, "cut", tmp_path, str)  # type: ignore[arg-type]
+    run._tasks = [SimpleNamespace()]  # type: ignore[list-item]
+
+    with pytest.raises(ConnectionResetError):
+        runner.serve()
+    run._answered(0, Settled(0, 0, Failed.because(PoolClosedError("its client left the pool"))))
+
+    assert not (tmp_path / "result").exists()

@@ -73,6 +73,8 @@ class NamedRun:
         self._ranks: Ranks | None = None
         """The tasks, if the call is a broadcast."""
         self.cancelled = False
+        self.abandoned = False
+        """Whether the agent is gone: how the call ends now is not what came of it."""
 
     def write(self, line: Output) -> None:
         """Keep a line that the call wrote."""
@@ -120,6 +122,8 @@ class NamedRun:
             log.close()
 
     def _write(self, found: list[Settled]) -> None:
+        if self.abandoned:
+            return
         log = output_log.only_file(self._folder / RESULT)
         new = log.with_suffix(".new")
         try:
@@ -300,14 +304,18 @@ class CallRunner:
     def serve(self) -> None:
         """Run calls until the agent lets this process go."""
         self._wait_to_leave()
-        while True:
-            order = self._agent.next_reply().value
-            if "leave" in order:
-                return
-            if "run" in order:
-                self._begin(order["run"])
-            elif (run := self._runs.get(order["cancel"])) is not None:
-                run.cancel()
+        try:
+            while "leave" not in (order := self._agent.next_reply().value):
+                if "run" in order:
+                    self._begin(order["run"])
+                elif (run := self._runs.get(order["cancel"])) is not None:
+                    run.cancel()
+        except (EOFError, OSError):
+            # This client leaves the pool, and its calls end. They are lost, which the agent notes.
+            with self._lock:
+                for run in self._runs.values():
+                    run.abandoned = True
+            raise
 
     def _begin(self, name: str) -> None:
         run = NamedRun(self._fleet, name, self._folder / name, self._report_stream)
@@ -327,6 +335,8 @@ class CallRunner:
         with self._lock:
             del self._runs[run.name]
             idle = not self._runs
+        if run.abandoned:
+            return
         self._report(run.name, state, problem)
         if idle:
             self._wait_to_leave()
