@@ -1187,6 +1187,7 @@ class Program:
         try:
             importlib.import_module("socket")
             sys.modules["ssl"] = tls.module(sys.modules["socket"])
+            _seed_from(importlib.import_module("random"), made["os"].urandom)
             importlib.import_module("subprocess")._USE_VFORK = False
             sys.modules["subprocess"]._USE_POSIX_SPAWN = False
             for name in preload:
@@ -1197,6 +1198,16 @@ class Program:
             for name in [name for name in sys.modules if is_private(name)]:
                 del sys.modules[name]
             sys.modules.update(hidden)
+
+
+def _seed_from(module: types.ModuleType, urandom: Callable[[int], bytes]) -> None:
+    """Have the module `random`, which asks the real system in C, begin as the world says."""
+    seed = module.Random.seed
+
+    def seeded(self: Any, a: Any = None, version: int = 2) -> None:
+        seed(self, int.from_bytes(urandom(16)) if a is None else a, version)
+
+    module.Random.seed = seeded
 
 
 class _Opener:

@@ -326,11 +326,13 @@ class Network:
         end.fail(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
 
     def live(self) -> list[Wire]:
-        """The connections that both ends have."""
+        """The connections between hosts that both ends have; nothing is cut within a host."""
         self.wires = [
             wire
             for wire in self.wires
-            if not wire.is_cut and any(end.references for end in wire.ends)
+            if not wire.is_cut
+            and wire.ends[0].host != wire.ends[1].host
+            and any(end.references for end in wire.ends)
         ]
         return self.wires
 

@@ -27,6 +27,13 @@ class Pool(Scenario):
     stopped = ("agent", "executor")
     elastic = 0.2
     """How many of the pools grow and shrink."""
+    keeping = 0.25
+    """In how many runs the pool is kept."""
+    keep: bool | float = 100.0
+    """How long a kept pool goes on when nobody uses it."""
+    ttl = 600.0
+    pauses: tuple[float, ...] = (0.0, 0.0, 0.1, 3.0, 40.0)
+    """How long a client may wait between its calls."""
 
     def __init__(self, world: World, seed: int) -> None:
         super().__init__(world, seed)
@@ -37,7 +44,7 @@ class Pool(Scenario):
         self.nodes = self.random.randint(1, 3)
         self.workers = self.random.choice((1, 1, 2))
         self.retries = self.random.choice((0, 0, 1, 3))
-        self.keeps = self.random.random() < 0.25
+        self.keeps = self.random.random() < self.keeping
         self.most = 0.0
         """How long the operation that runs now takes at most, without faults."""
         self.clients = self.random.randint(1, 3) if self.keeps else 1
@@ -67,7 +74,7 @@ class Pool(Scenario):
             idle_timeout=self.random.choice((30.0, 300.0)),
         )
         executor = self.random.choice(("process", "process", "thread"))
-        more = {"keep": 100.0, "name": "kept", "ttl": 600.0} if self.keeps else {}
+        more = {"keep": self.keep, "name": "kept", "ttl": self.ttl} if self.keeps else {}
         nodes: Any = self.nodes
         if self.random.random() < self.elastic:
             nodes = (self.random.randint(1 if self.keeps else 0, self.nodes), self.nodes)
@@ -113,7 +120,7 @@ class Pool(Scenario):
             took = self.kernel.now - began
             if not self.kinds - HARMLESS and took > self.most + NOTICE_SECONDS * len(self.faults):
                 self._says(f"a call took {took:.1f} s")
-            time.sleep(self.random.choice((0.0, 0.0, 0.1, 3.0, 40.0)))
+            time.sleep(self.random.choice(self.pauses))
 
     def _operation(self, sky: Any, compute: Any) -> None:
         # The copy of this process: it raises the copy's errors.
