@@ -26,6 +26,7 @@ class Cloud(Pool):
     """A pool of rented machines, and what removes them."""
 
     elastic = 0.5
+    is_prompt = False
 
     def __init__(self, world: World, seed: int) -> None:
         super().__init__(world, seed)

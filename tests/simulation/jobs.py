@@ -62,7 +62,6 @@ class Jobs(Pool):
         if kind == "other":
             super()._operation(sky, compute)
             return
-        self.most = LONGEST
         self.counts["operations"] += 1
         name = self.random.choice(sorted(self.jobs)) if self.jobs else ""
         self.kernel.note(f"{kind} {name}")
