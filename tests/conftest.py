@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
 import re
 import shutil
@@ -62,6 +63,21 @@ def pytest_collection() -> Iterator[object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Shuffle folders, files, classes and tests, each where it is, as `SKYWARD_TEST_ORDER` says.
+
+    A file has the same order alone as among others. Then pytest itself puts together what shares
+    a fixture with arguments.
+    """
+    if order := os.environ.get("SKYWARD_TEST_ORDER"):
+        items.sort(key=lambda item: [_shuffled(order, node.nodeid) for node in item.listchain()])
+
+
+def _shuffled(order: str, name: str) -> bytes:
+    return hashlib.sha256(f"{order} {name}".encode()).digest()
 
 
 @pytest.hookimpl(wrapper=True)

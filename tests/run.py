@@ -4,6 +4,9 @@ Files are put together to batches of about five minutes, each one pytest process
 longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jobs, instances or SSH
 hosts wait for those more than they compute, so further processes begin with them, and then help the
 others. Nothing is run again because it failed: a test that fails at times has or shows a defect.
+
+Every run has another order, which it prints: `--order 1234` repeats it. The order says which files
+share a process, and shuffles files, classes and tests within it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -112,9 +116,10 @@ ALONE = ("tests/device/test_whole_runs.py",)
 """Files in a process of their own: what libraries leave behind changes the last bits of others."""
 
 
-def batches_of(files: Sequence[str]) -> list[Batch]:
+def batches_of(files: Sequence[str], order: int) -> list[Batch]:
     """The files in batches, longest first; those of one folder share what its fixtures start."""
     known = known_seconds()
+    shuffled = random.Random(order)
     found: list[Batch] = []
     groups: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for path in files:
@@ -122,7 +127,7 @@ def batches_of(files: Sequence[str]) -> list[Batch]:
         apart = path if path in ALONE else "" if lane else str(Path(path).parent)
         groups[lane, apart].append(path)
     for (lane, _), group in groups.items():
-        group.sort(key=lambda path: -known.get(path, UNKNOWN_SECONDS))
+        shuffled.shuffle(group)
         bins: list[tuple[list[str], float]] = []
         for path in group:
             seconds = known.get(path, UNKNOWN_SECONDS)
@@ -133,6 +138,7 @@ def batches_of(files: Sequence[str]) -> list[Batch]:
             else:
                 bins.append(([path], seconds))
         found += [Batch(lane, tuple(members), filled) for members, filled in bins]
+    shuffled.shuffle(found)
     return sorted(put_together(found), key=lambda batch: -batch.seconds)
 
 
@@ -216,7 +222,6 @@ def run_pytest(batch: Batch, options: Sequence[str]) -> tuple[Outcome, str]:
     """Run a batch in one process; gives what became of its tests, and what pytest printed."""
     name = re.sub(r"\W+", "-", batch.files[0]).strip("-")
     report, log = REPORTS / f"{name}.xml", REPORTS / f"{name}.log"
-    report.unlink(missing_ok=True)
     command = [
         *(sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}"),
         *(f"--junitxml={report}", "-o", "junit_family=xunit1", *options, *batch.files),
@@ -404,6 +409,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="all dtypes of op_db, examples in full")
     parser.add_argument("--newest", action="store_true", help="the device's, on the newest torch")
     parser.add_argument("--processes", type=int, default=PROCESSES)
+    parser.add_argument("--order", type=int, help="of files and tests: what another run printed")
     parser.add_argument("--measure", action="store_true", help="write seconds.txt after the run")
     parser.add_argument("--pytest", action="append", default=[], help="an option for pytest")
     told = parser.parse_args()
@@ -413,12 +419,16 @@ def main() -> int:
     if told.all:
         os.environ["SKYWARD_TEST_ALL"] = "1"
     REPORTS.mkdir(parents=True, exist_ok=True)
+    for left in (*REPORTS.glob("*.xml"), *REPORTS.glob("*.log")):
+        left.unlink()
     files = list(test_files(told.paths))
-    batches = batches_of(files)
+    order = random.randrange(10_000) if told.order is None else told.order
+    os.environ["SKYWARD_TEST_ORDER"] = str(order)
+    batches = batches_of(files, order)
     suite = Suite(batches, told.pytest)
     print(
         f"{len(files)} files in {len(batches)} batches; "
-        f"op_db with {os.environ['SKYWARD_OPS_DTYPES']}",
+        f"op_db with {os.environ['SKYWARD_OPS_DTYPES']}; --order {order}",
         flush=True,
     )
     began = time.monotonic()
@@ -426,6 +436,8 @@ def main() -> int:
     if told.measure:
         write_table(suite.outcomes)
     good = summarise(suite.outcomes, time.monotonic() - began)
+    if not good:
+        print(f"in the same order again: {shlex.join([*sys.argv, f'--order={order}'])}")
     lost = set(batches) - {outcome.batch for outcome in suite.outcomes}
     for batch in lost:
         print(f"{' '.join(batch.files)}: was not run")

@@ -1,8 +1,10 @@
-"""`tests/run.py`: what it says of tests that fail, and of a torch that it cannot have."""
+"""`tests/run.py`: the order of tests, and what it says of those that fail and of a newer torch."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +28,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(module, "TABLE", tmp_path / "seconds.txt")
     monkeypatch.setattr(sys, "argv", ["run.py"])
     monkeypatch.setenv("SKYWARD_OPS_DTYPES", "float32")
+    monkeypatch.setenv("SKYWARD_TEST_ORDER", "")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\n")
     return module
 
@@ -69,6 +72,51 @@ def test_a_test_that_does_not_end_is_told_with_the_line_where_it_waits(
     said = capsys.readouterr().out.partition("== failed")[2]
     assert "a test did not end:" in said
     assert "tests/test_waiting.py:4 in test_waits: threading.Event().wait()" in said
+
+
+NOTES_ITS_ORDER = """
+import pathlib
+
+import pytest
+
+NOTES = pathlib.Path(__file__).parent.with_name("notes")
+
+@pytest.fixture(scope="module", params=["a", "b", "c"])
+def costly(request):
+    with NOTES.open("a") as notes:
+        notes.write(f"{request.param} made, ")
+    return request.param
+
+class TestIt:
+    @pytest.mark.parametrize("number", range(5))
+    def test_notes(self, number, costly):
+        with NOTES.open("a") as notes:
+            notes.write(f"{__name__[-1]} {number} {costly}, ")
+"""
+
+
+def test_every_run_has_another_order_that_can_be_given_again(
+    run: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("first", "second"):
+        (tmp_path / f"tests/test_{name}.py").write_text(NOTES_ITS_ORDER)
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path / "tests")
+    notes = tmp_path / "notes"
+    seen: list[str] = []
+    for _ in range(2):
+        assert run.main() == 0
+        (order,) = re.findall(r"--order (\d+)", capsys.readouterr().out)
+        seen.append(notes.read_text())
+        notes.unlink()
+    assert sorted(seen[0].split(", ")) == sorted(seen[1].split(", "))
+    assert seen[0] != seen[1]
+    assert seen[0].count("made") == 6, "a fixture of a module is made once for each argument"
+    monkeypatch.setattr(sys, "argv", ["run.py", "--order", order])
+    assert run.main() == 0
+    assert notes.read_text() == seen[1]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ ALL = {page: snippets(page) for page in pages()}
 RUN = {
     str(page.relative_to(ROOT)): [each for each in found if each.needs is None]
     for page, found in ALL.items()
+    # tests/test_examples.py runs it.
+    if page.name != "README.md"
 }
 OTHERS = {
     "docs/plugins.md": {"sky.plugins.timing"},  # The plugin that the page makes.
@@ -38,12 +40,11 @@ SLOW = (
     "docs/guides/round-trip.md",
     "docs/index.md",
     "docs/plugins.md",
-    "README.md",
     "docs/state.md",
 )
 """torch.compile and training take long, and the tests of the device, of functions, of plugins and
 of shared objects run what the pages show; the round trip of the first pages is that of `sky demo`
-and of `tests/test_model_roundtrip.py`; the README is a script of `tests/test_examples.py`."""
+and of `tests/test_model_roundtrip.py`."""
 
 
 @pytest.mark.parametrize(
