@@ -39,6 +39,17 @@ def until(path, seconds=100):
         if time.monotonic() > deadline:
             raise TimeoutError(path)
         time.sleep(0.005)
+
+@sky.function
+def minus(x): return -x
+
+@sky.function
+def endless(begun, ended):
+    Path(begun).touch()
+    try:
+        while True: time.sleep(0.01)
+    finally:
+        Path(ended).touch()
 """
 
 
@@ -52,6 +63,7 @@ def kernel(folder: Path) -> Iterator[Kernel]:
     """A kernel with a pool of two nodes, `compute`."""
     with kernel_in(folder) as kernel:
         kernel.first = kernel.run(START)
+        kernel.run("%load_ext skyward")
         yield kernel
 
 
@@ -185,15 +197,6 @@ def test_an_interrupt_ends_the_call_and_neither_the_kernel_nor_the_pool(
     kernel: Kernel, folder: Path, eventually: Eventually
 ) -> None:
     begun, ended = folder / "begun", folder / "ended"
-    kernel.run(
-        "@sky.function\n"
-        "def endless(begun, ended):\n"
-        "    Path(begun).touch()\n"
-        "    try:\n"
-        "        while True: time.sleep(0.01)\n"
-        "    finally:\n"
-        "        Path(ended).touch()\n"
-    )
     cell = kernel.begin(f"endless({str(begun)!r}, {str(ended)!r}) >> compute")
     eventually(begun.exists)
     kernel.interrupt()
@@ -201,7 +204,7 @@ def test_an_interrupt_ends_the_call_and_neither_the_kernel_nor_the_pool(
 
     assert "KeyboardInterrupt" in kernel.error(cell)
     eventually(ended.exists, what="the end of the remote work")
-    assert kernel.value("scale(1) >> compute") == "-1"
+    assert kernel.value("minus(1) >> compute") == "-1"
 
 
 def test_an_interrupted_await_cancels_the_call(
@@ -215,7 +218,7 @@ def test_an_interrupted_await_cancels_the_call(
 
     assert kernel.error(cell)
     eventually(ended.exists, what="the end of the remote work")
-    assert kernel.value("await (scale(1) > compute)") == "-1"
+    assert kernel.value("await (minus(1) > compute)") == "-1"
 
 
 def test_an_interrupt_while_a_pool_starts_leaves_nothing_of_it(
@@ -240,13 +243,13 @@ def test_an_interrupt_while_a_pool_starts_leaves_nothing_of_it(
 
     assert "KeyboardInterrupt" in kernel.error(cell)
     eventually(lambda: len(worker_processes()) == before, what="the end of the other pool")
-    assert kernel.value("scale(2) >> compute") == "-2"
+    assert kernel.value("minus(2) >> compute") == "-2"
 
 
 def test_a_cell_may_await_and_open_a_pool_with_async_with(kernel: Kernel) -> None:
     kernel.run(
         "async with sky.Compute(options=sky.Options(console=False)) as short:\n"
-        "    seen = await (scale(5) > short)"
+        "    seen = await (minus(5) > short)"
     )
 
     assert kernel.value("seen") == "-5"
@@ -321,8 +324,8 @@ def test_a_pool_shows_its_nodes_and_what_they_run(kernel: Kernel, folder: Path) 
 
 def test_calls_and_futures_show_how_they_stand(kernel: Kernel) -> None:
     call, future = (
-        kernel.run("scale('<i>')"),
-        kernel.run("done = scale(1) > compute; done.result(); done"),
+        kernel.run("minus('<i>')"),
+        kernel.run("done = minus(1) > compute; done.result(); done"),
     )
 
     shown = kernel.displays(call)[0]["text/html"]
@@ -334,7 +337,6 @@ def test_calls_and_futures_show_how_they_stand(kernel: Kernel) -> None:
 
 
 def test_a_cell_with_the_magic_runs_on_the_pool(kernel: Kernel, folder: Path) -> None:
-    kernel.run("%load_ext skyward")
     kernel.run("import math\nbase = 10\ntotal = 1\ndef twice(x): return 2 * x")
     (folder / "beside.py").write_text("def help_out(x): return x + 1000\n")
     kernel.run("import beside")
@@ -416,7 +418,7 @@ def test_an_interrupt_ends_the_magics_cell(
     kernel.finish(cell)
 
     assert "KeyboardInterrupt" in kernel.error(cell)
-    assert kernel.value("scale(3) >> compute") == "-3"
+    assert kernel.value("minus(3) >> compute") == "-3"
 
 
 def test_the_line_magic_shows_pools_and_runs_commands(kernel: Kernel) -> None:
