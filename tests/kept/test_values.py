@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import skyward as sky
+from skyward.closing import shut
+from skyward.wire.channel import ServiceConnection
 from skyward.worker import kept_values
 
 from ..conftest import PATIENCE
@@ -70,6 +74,83 @@ def test_a_value_that_is_read_stays_while_others_replace_it(bench: str) -> None:
             )
             assert compute.run(call, on=0) == 1
         assert compute.kept("number") == 5
+
+
+@pytest.mark.parametrize(("what", "shut_at"), [("keep", 1), ("keep", 2), ("kept", 1)])
+def test_a_connection_that_is_cut_is_made_anew(
+    bench: str, monkeypatch: pytest.MonkeyPatch, what: str, shut_at: int
+) -> None:
+    """Before the first question is asked, or before the second."""
+    with sky.attach(bench) as compute:
+        compute.keep("whole", [1])
+        cuts = cut_services(compute, monkeypatch, shut_at, times=1)
+        if what == "keep":
+            compute.keep("whole", [1, 2])
+        else:
+            assert compute.kept("whole") == [1]
+        assert cuts == [0]
+        assert compute.kept("whole") == ([1, 2] if what == "keep" else [1])
+
+
+def test_a_value_whose_place_went_with_its_connection_is_kept_anew(
+    bench: str, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    """The agent discards the file as soon as the client has gone, and a function would fill it."""
+    with sky.attach(bench) as compute:
+
+        def gone(begun: tuple[int, str]) -> None:
+            eventually(lambda: not os.path.exists(begun[1]))
+
+        cuts = cut_services(compute, monkeypatch, 1, times=1, answered=gone)
+        compute.keep("filled", [3])
+        assert cuts == [0]
+        assert compute.kept("filled") == [3]
+
+
+def test_a_connection_that_is_cut_over_and_over_is_given_up_in_words(
+    bench: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sky.attach(bench) as compute:
+        compute.keep("whole", [1])
+        cut_services(compute, monkeypatch, 1, times=99)
+        with pytest.raises(sky.NodeLostError, match=r"was lost 5 times while .* and call again"):
+            compute.kept("whole")
+
+
+def cut_services(
+    compute: sky.Compute,
+    monkeypatch: pytest.MonkeyPatch,
+    shut_at: int,
+    times: int,
+    *,
+    answered: Callable[[Any], object] | None = None,
+) -> list[int]:
+    """Cut the next connections at their nth question, or when it was answered; gives those left."""
+    fleet, left = compute._open_fleet, [times]
+    real = fleet.service
+
+    def service(index: int, name: str) -> ServiceConnection:
+        connection = real(index, name)
+        real_ask, asked = connection.ask, []
+
+        def ask(what: str, **arguments: Any) -> Any:
+            asked.append(what)
+            cuts = len(asked) == shut_at and left[0] > 0
+            if not cuts:
+                return real_ask(what, **arguments)
+            left[0] -= 1
+            found = real_ask(what, **arguments) if answered else None
+            shut(connection.channel._sender)
+            if answered:
+                answered(found)
+                return found
+            return real_ask(what, **arguments)
+
+        monkeypatch.setattr(connection, "ask", ask)
+        return connection
+
+    monkeypatch.setattr(fleet, "service", service)
+    return left
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are(bench: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
@@ -22,6 +23,10 @@ from skyward.worker.kept_values import EncodedValue
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+ATTEMPTS = 5
+"""How often a conversation with a node's agent begins whose connection is cut."""
 
 _fill = Function(kept_values.fill, name="keep")
 _store = Function(kept_values.store, name="keep")
@@ -46,6 +51,10 @@ class KeptValue:
     """How its device's process ended, if that is gone; the value is gone with it."""
 
 
+class _CutError(NodeLostError):
+    """The connection to a node's agent was lost in the middle of a conversation."""
+
+
 class KeptValues:
     """The values that a pool keeps by name, for one client."""
 
@@ -57,27 +66,32 @@ class KeptValues:
         check_name(name, "keep")
         devices = _devices(value)
         node, kind = self._home(name, devices)
-        with self._fleet.service(node, "values") as service:
-            number, path = service.ask("begin")
-            on_device = _encode(value, devices[0]) if devices else None
-            if on_device is None:
-                pid, numbers, size = 0, [], 0
-                self._run(_fill(path, value), node)
-            else:
-                pid = self._fleet.devices.process_of(devices[0])
-                self._fleet.devices.keep(devices[0])
-                numbers, size = on_device.numbers, on_device.bytes
-                self._run(_store(path, on_device.encoded), node)
-            service.ask(
-                "finish", number=number, name=name, kind=kind, pid=pid, numbers=numbers, bytes=size
-            )
+        self._converse(lambda: self._keep(name, value, devices, node, kind))
         for other in self._serving():
             if other != node:
                 self._ask(other, "forget", name=name)
 
+    def _keep(self, name: str, value: object, devices: list[int], node: int, kind: str) -> None:
+        with self._fleet.service(node, "values") as service:
+            number, path = _answer(service, "begin")
+            on_device = _encode(value, devices[0]) if devices else None
+            if on_device is None:
+                pid, numbers, size = 0, [], 0
+                self._run_with(service, _fill(path, value), node)
+            else:
+                pid = self._fleet.devices.process_of(devices[0])
+                self._fleet.devices.keep(devices[0])
+                numbers, size = on_device.numbers, on_device.bytes
+                self._run_with(service, _store(path, on_device.encoded), node)
+            told = {"number": number, "name": name, "kind": kind}
+            _answer(service, "finish", **told, pid=pid, numbers=numbers, bytes=size)
+
     def get(self, name: str) -> Any:
         """The value that was kept by that name."""
         check_name(name, "kept")
+        return self._converse(lambda: self._get(name))
+
+    def _get(self, name: str) -> Any:
         for node in self._serving():
             try:
                 service = self._fleet.service(node, "values")
@@ -85,13 +99,13 @@ class KeptValues:
                 continue
             # The value stays as it is as long as the connection is open.
             with service, encoding.own_classes():
-                found = service.ask("find", name=name)
+                found = _answer(service, "find", name=name)
                 if found is None:
                     continue
                 if found["on_device"]:
                     return self._take_up(name, node, found, service)
                 call = _read if not found["device"] else remote(_read, device=found["device"])
-                return self._run(call(found["path"], found["size"]), node)
+                return self._run_with(service, call(found["path"], found["size"]), node)
         there = ", ".join(each.name for each in self.all()) or "nothing"
         raise ConfigurationError(
             f"kept({name!r}): the pool keeps no value of that name; it keeps {there}"
@@ -119,16 +133,38 @@ class KeptValues:
         calls = self._fleet.dispatcher
         return calls.run(calls.prepare(pending, on=node, keep=False))
 
+    def _run_with(self, service: ServiceConnection, pending: Pending[Any], node: int) -> Any:
+        """Run a function that opens what the agent has for this connection."""
+        try:
+            return self._run(pending, node)
+        except Exception:
+            # If the connection was cut, the function may have found nothing there.
+            _answer(service, "list")
+            raise
+
     def _serving(self) -> list[int]:
         return [view.node for view in self._fleet.views() if view.state == "ready"]
 
     def _ask(self, node: int, what: str, **arguments: Any) -> Any:
-        try:
+        def ask() -> Any:
             with self._fleet.service(node, "values") as service:
-                return service.ask(what, **arguments)
+                return _answer(service, what, **arguments)
+
+        try:
+            return self._converse(ask)
         except NodeLostError:
             # Its values are lost with it.
             return None
+
+    def _converse(self, act: Callable[[], T]) -> T:
+        """What comes of a conversation with an agent; begun anew if its connection is cut.
+
+        Each may be had twice: what it has begun ends with its connection.
+        """
+        for _ in range(ATTEMPTS - 1):
+            with contextlib.suppress(_CutError):
+                return act()
+        return act()
 
     def _home(self, name: str, devices: list[int]) -> tuple[int, str]:
         """The node that keeps a value with tensors on these devices, and the kind of the device."""
@@ -149,7 +185,7 @@ class KeptValues:
     ) -> Any:
         """A value whose tensors are in a device's process."""
         _check_there(name, node, found)
-        encoded = self._run(_loaded(found["path"], found["size"]), node)
+        encoded = self._run_with(service, _loaded(found["path"], found["size"]), node)
         try:
             self._fleet.dispatcher.check_open()
             index = self._fleet.devices.of_process(node, found["device"], found["pid"])
@@ -159,7 +195,7 @@ class KeptValues:
             return _decode(encoded, index, self._copied(name, node, encoded, index))
         except Exception:
             # Its process may have ended meanwhile: then the agent knows how.
-            again = service.ask("find", name=name)
+            again = _answer(service, "find", name=name)
             if again is not None and again["pid"] == found["pid"]:
                 _check_there(name, node, again)
             raise
@@ -179,6 +215,16 @@ class KeptValues:
         call = remote(_opened, device=torch.device("sky", index))
         copies = iter(self._run(call(descriptions), node) if descriptions else ())
         return [next(copies).untyped_storage() if size else None for _, size, _ in encoded.kept]
+
+
+def _answer(service: ServiceConnection, what: str, **arguments: Any) -> Any:
+    try:
+        return service.ask(what, **arguments)
+    except (OSError, EOFError) as problem:
+        raise _CutError(
+            f"the connection to the node was lost {ATTEMPTS} times while it was asked for kept "
+            f"values ({problem}); see `compute.nodes`, and call again"
+        ) from problem
 
 
 def _check_there(name: str, node: int, found: dict[str, Any]) -> None:
