@@ -70,6 +70,16 @@ def shell(command: str) -> str:
 
 
 class TestNodes:
+    @pytest.fixture(autouse=True)
+    def as_before(self, pool: sky.Compute, project: Path) -> Iterator[None]:
+        """The next test finds the project and the nodes as this one did."""
+        yield
+        for name in ("lib/new.txt", "moved.sh", "taken"):
+            (project / name).unlink(missing_ok=True)
+        (project / "empty").touch()
+        shell("rm -rf out taken") @ pool
+        pool.sync()
+
     def test_every_node_has_the_files_that_git_does_not_ignore(self, pool: sky.Compute) -> None:
         first, second = listed() @ pool
 
@@ -123,9 +133,6 @@ class TestNodes:
             sky.errors.PoolError, match=r"node \d did not get .*taken is a folder with"
         ):
             pool.sync()
-
-        (project / "taken").unlink()
-        pool.sync()
 
 
 def test_a_change_is_there_before_every_call_if_asked(tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_a_worker_that_holds_the_interpreter_in_c_code_shows_its_stack_too(
     eventually((tmp_path / "there").exists)
     stacks, _ = compute.stacks()
     running.cancel()
+    # Its process, which answers nothing, is killed; other tests look at the next one.
+    eventually(lambda: [each.tasks for each in compute.stacks()] == [(), ()])
 
     assert not stacks.answered
     (thread,) = [each for each in stacks.threads if each.task]
