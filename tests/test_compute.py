@@ -393,6 +393,7 @@ def test_a_size_that_makes_no_sense_is_refused(compute, count):
         compute.resize(count)
 
 
+@only_in_all
 def test_an_elastic_pool_grows_under_load_and_shrinks_when_idle(tmp_path, eventually):
     """Slow: it waits until a backlog is worth a node, and then until a node is idle."""
     options = sky.Options(console=False, idle_timeout=0.3)

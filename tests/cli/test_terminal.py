@@ -103,6 +103,7 @@ def test_no_bar_is_drawn_in_a_pipe(
     assert errors == b""
 
 
+@only_in_all
 def test_an_interrupted_push_publishes_nothing(
     start, signs: Path, pushing: list[str], store: sky.ModelStore, eventually
 ) -> None:

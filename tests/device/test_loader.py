@@ -230,6 +230,7 @@ def test_workers_that_stay_go_on_with_their_numbers(device) -> None:
     assert found[0] != found[2]
 
 
+@only_in_all
 def test_hugging_face_data_sets(device, tmp_path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"x": [[i, i + 1] for i in range(LENGTH)], "n": ["a"] * 26})

@@ -282,6 +282,7 @@ def test_adapters_are_trained_saved_loaded_and_merged(device: torch.device, tmp_
     torch.testing.assert_close(merged(IDS.to(device)).logits.cpu(), ours, rtol=1e-4, atol=1e-5)
 
 
+@only_in_all
 def test_a_model_is_fine_tuned_with_trl(
     device: torch.device, tmp_path: Path, tokenizer: Any
 ) -> None:
@@ -314,6 +315,7 @@ def test_trl_trains_with_bfloat16_unless_told_otherwise(
     assert (config.bf16, config.device) == (True, device)
 
 
+@only_in_all
 def test_an_image_is_denoised_from_noise_of_the_cpu(device: torch.device) -> None:
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)

@@ -189,6 +189,7 @@ def test_a_process_that_is_stopped_is_killed_and_replaced(
     assert pool.run(process_id(), on=1) != pid
 
 
+@only_in_all
 def test_a_process_that_is_stopped_only_for_a_moment_goes_on(
     pool: sky.Compute, eventually: Eventually
 ) -> None:
@@ -442,6 +443,7 @@ def test_a_killed_node_is_noticed_at_once_and_replaced(
         eventually(lambda: [node.state for node in compute.nodes] == ["ready", "ready"])
 
 
+@only_in_all
 def test_a_node_that_stands_still_is_given_up_and_replaced(
     own: sky.Compute, eventually: Eventually
 ) -> None:
@@ -469,6 +471,7 @@ def test_retries_run_the_call_again_when_its_node_is_lost(own: sky.Compute, tmp_
     assert survives(str(tmp_path / "tries")) >> own == 2
 
 
+@only_in_all
 def test_a_broadcast_waits_for_the_node_that_replaces_a_lost_one(own: sky.Compute) -> None:
     agents = parent_id() @ own
     os.kill(agents[0], signal.SIGKILL)

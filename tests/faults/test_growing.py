@@ -63,6 +63,7 @@ def states(pool: sky.Compute) -> list[str]:
     return [node.state for node in pool.nodes]
 
 
+@only_in_all
 def test_a_pool_starts_with_the_nodes_it_needs_and_goes_on_for_the_others(
     hasty: None, eventually: Eventually, nothing_left: None
 ) -> None:
@@ -79,6 +80,7 @@ def test_a_pool_starts_with_the_nodes_it_needs_and_goes_on_for_the_others(
         assert rank() @ pool == [(number, number, 4) for number in range(4)]
 
 
+@only_in_all
 def test_a_call_for_a_node_that_is_missing_waits_for_it(
     hasty: None, eventually: Eventually
 ) -> None:
@@ -145,6 +147,7 @@ class AllAtOnce(sky.Local):
         return await super().create(order)
 
 
+@only_in_all
 def test_growth_starts_all_the_nodes_it_needs_together(
     tmp_path: Path, eventually: Eventually
 ) -> None:

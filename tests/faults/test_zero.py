@@ -11,7 +11,7 @@ import pytest
 import skyward as sky
 from skyward.providers import Order
 
-from ..conftest import PATIENCE, Eventually, other_case
+from ..conftest import PATIENCE, Eventually, only_in_all, other_case
 
 QUIET = sky.Options(console=False)
 HASTY = sky.Options(console=False, idle_timeout=0.3)
@@ -51,6 +51,7 @@ def test_a_pool_starts_without_nodes_and_a_call_starts_one(
     assert "p: no nodes yet, up to 2 when calls come\n" in said
 
 
+@only_in_all
 def test_it_shrinks_to_none_and_grows_again(eventually: Eventually, nothing_left: None) -> None:
     with sky.Compute(nodes=sky.Nodes(2, min=0), options=HASTY) as pool:
         first = sky.function(os.getpid)() >> pool
@@ -82,6 +83,7 @@ def test_a_broadcast_that_gets_no_node_says_why() -> None:
             rank() @ pool
 
 
+@only_in_all
 def test_a_call_waits_for_a_machine_however_long_that_takes(
     monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:

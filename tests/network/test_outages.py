@@ -168,6 +168,7 @@ def test_whatever_is_cut_wherever_every_task_runs_once(far: Any, tmp_path: Path,
     assert (runs(stream_file), runs(broadcast_file)) == (1, 2)
 
 
+@only_in_all
 def test_a_silent_network_is_noticed_told_of_and_survived(
     far_pool: Any,
     tmp_path: Path,

@@ -261,6 +261,7 @@ def test_a_group_whose_ranks_raise_alike_stays(compute: sky.Compute) -> None:
     assert pid(False) @ compute == before
 
 
+@only_in_all
 def test_retries_run_all_ranks_again_in_a_new_group(compute: sky.Compute, tmp_path: Path) -> None:
     @sky.function(retries=1)
     def dies_once() -> float:

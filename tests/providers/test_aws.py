@@ -272,6 +272,7 @@ def ignoring_user_data(*_: str, **__: Any) -> str:
     return "#cloud-config\n{}"
 
 
+@only_in_all
 def test_an_instance_that_takes_no_key_is_known_by_its_console(
     ec2: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +338,7 @@ while data := there.recv(1 << 16):
 """
 
 
+@only_in_all
 def test_everything_goes_through_systems_manager(
     ec2: Gateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -435,7 +437,7 @@ def kill_when_ready(ec2: Gateway) -> None:
             marks=only_in_all,
         ),
         pytest.param(kill_while_it_boots, 1, id="booting", marks=only_in_all),
-        pytest.param(kill_when_ready, 1, id="ready"),
+        pytest.param(kill_when_ready, 1, id="ready", marks=only_in_all),
     ],
 )
 def test_down_removes_what_a_killed_client_left(
@@ -461,6 +463,7 @@ def test_down_removes_what_a_killed_client_left(
     assert len(set(ended)) == instances
 
 
+@only_in_all
 def test_without_the_journal_everything_is_found_by_its_tags(ec2: Gateway) -> None:
     kill_while_held(ec2, "RunInstances", done_first=True)
     shutil.rmtree(os.environ["SKYWARD_STATE"])
@@ -485,6 +488,7 @@ def without_commands(text: str) -> str:
     return f"{head}\n{json.dumps({'ssh_keys': json.loads(document)['ssh_keys']})}"
 
 
+@only_in_all
 def test_an_instance_ends_itself_when_the_client_is_gone(
     ec2: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

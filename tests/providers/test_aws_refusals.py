@@ -349,6 +349,7 @@ def test_a_price_above_the_limit_is_refused_before_anything_is_made(aws: Gateway
     assert making(aws) == []
 
 
+@only_in_all
 def test_a_spot_price_that_has_risen_above_the_limit_is_passed_over(aws: Gateway) -> None:
     aws.fail("RunInstances", "SpotMaxPriceTooLow")
     request = a_request(accelerators.L4(), allocation="spot", max_hourly_cost=0.28)

@@ -136,6 +136,7 @@ def test_access_through_systems_manager_needs_its_plugin(
     assert aws.calls == []
 
 
+@only_in_all
 def test_a_key_of_the_users_is_imported_and_stays_where_it_is(aws: Gateway, tmp_path: Path) -> None:
     own = tmp_path / "own"
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own)]
@@ -187,6 +188,7 @@ def test_a_placement_group_is_made_used_and_removed(aws: Gateway) -> None:
     assert aws.stand_ins.groups == {}
 
 
+@only_in_all
 def test_a_placement_group_that_exists_is_used_and_stays(aws: Gateway) -> None:
     Account().call("ec2", "create_placement_group", GroupName="ours", Strategy="cluster")
 
@@ -199,6 +201,7 @@ def test_a_placement_group_that_exists_is_used_and_stays(aws: Gateway) -> None:
 
 
 @pytest.mark.parametrize("block", [False, True])
+@only_in_all
 def test_a_reservation_names_the_type_and_the_zone(aws: Gateway, block: bool) -> None:
     held = reservation("p5.48xlarge", "us-east-1c", block=block)
     name = held["CapacityReservationId"]
@@ -288,6 +291,7 @@ def test_a_subnet_behind_a_nat_has_no_public_addresses(aws: Gateway) -> None:
     assert run_instances(aws)["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
 
 
+@only_in_all
 def test_a_subnet_with_an_internet_gateway_takes_public_addresses(aws: Gateway) -> None:
     subnet = network(aws, "internet")
     problem = attempt(sky.AWS(subnet=subnet, public_ip=False)).problem
@@ -647,6 +651,7 @@ def test_an_instance_that_cannot_be_ended_yet_is_ended_in_the_end(
     assert unknown.hits == 3
 
 
+@only_in_all
 def test_sweeping_waits_while_the_group_is_in_use(
     aws: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 import skyward as sky
 
+from ..conftest import only_in_all
+
 if TYPE_CHECKING:
     from .aws_gateway import Gateway
 
@@ -30,6 +32,7 @@ def wait_for_another(first: str) -> str:
 
 
 @pytest.mark.slow
+@only_in_all
 def test_an_interruption_moves_work_to_a_new_instance(ec2: Gateway, tmp_path: Path) -> None:
     """Slow: the notice is looked for every five seconds, and a second instance boots."""
     image = sky.Image(env={"AWS_EC2_METADATA_SERVICE_ENDPOINT": ec2.metadata.url})

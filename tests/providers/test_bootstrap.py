@@ -359,6 +359,7 @@ def test_a_machine_with_hardly_more_than_sh_gets_uv_carried_there(
     assert len(machine.commands) == 6
 
 
+@only_in_all
 def test_a_python_that_cannot_be_had_is_named(lab: Lab, tmp_path: Path) -> None:
     Apt(lab, tmp_path / "apt")
     image = Image(python="3.14.99", env={"UV_PYTHON_INSTALL_MIRROR": tmp_path.as_uri()})

@@ -131,6 +131,7 @@ def test_torch_trains_across_containers() -> None:
         assert summed() @ compute == [2.0, 2.0]
 
 
+@only_in_all
 def test_an_image_nobody_has_is_named(state: Journal) -> None:
     provider = podman.provider(image="localhost/nowhere:1")
 

@@ -551,6 +551,7 @@ def test_a_right_that_is_needed_later_is_missed_at_once(
     assert namespace.objects(ending=False) == set()
 
 
+@only_in_all
 def test_the_documented_role_is_enough(namespace: kube.Namespace, tmp_path: Path) -> None:
     """For a user whose kubeconfig has a program that gives the token, as those of clouds do."""
     token = namespace.user(*_documented_rules())

@@ -164,6 +164,7 @@ def test_a_torch_device_on_a_host(sshd: Sshd, direct: bool) -> None:
         assert torch.equal(remote.grad.cpu(), weights.grad)
 
 
+@only_in_all
 def test_a_pool_survives_an_agent_that_dies(sshd: Sshd, eventually: Callable[..., None]) -> None:
     @sky.function
     def parent() -> int:
@@ -206,6 +207,7 @@ def test_ctrl_c_leaves_nothing(state: Journal, setup: str, phase: str) -> None:
     assert [on_this_host(pool) for pool in pools] == [[] for _ in pools]
 
 
+@only_in_all
 def test_an_agent_whose_client_was_killed_ends_by_itself(
     state: Journal, setup: str, eventually: Callable[..., None]
 ) -> None:
@@ -234,6 +236,7 @@ def lose_host(sshd: Sshd, number: int, folder: str) -> None:
                 process.kill()
 
 
+@only_in_all
 def test_a_host_that_is_out_of_reach_for_a_while_keeps_its_node(
     sshd: Sshd, eventually: Callable[..., None]
 ) -> None:

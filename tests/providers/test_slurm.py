@@ -142,6 +142,7 @@ def test_without_pyxis_commands_run_in_apptainers_container(tmp_path: Path) -> N
     assert called.endswith(" sh -c exit 3\n")
 
 
+@only_in_all
 def test_a_job_that_is_cancelled_from_outside_is_not_submitted_again(
     eventually: Callable[..., None],
 ) -> None:
@@ -209,6 +210,7 @@ def test_the_first_node_of_a_job_may_end_before_the_others() -> None:
 # The client's end.
 
 
+@only_in_all
 def test_a_client_killed_while_its_job_waits(blocked: str, state: Journal) -> None:
     script = Script("slurm_testbed.provider()", LINE)
 
@@ -333,6 +335,7 @@ def login(slurm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[sky.
         sshd.down()
 
 
+@only_in_all
 def test_a_client_elsewhere_reaches_the_nodes_through_the_login_node(
     login: sky.SSH, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def slowly(began: str) -> str:
     return socket.gethostname()
 
 
+@only_in_all
 def test_slurms_warning_lets_tasks_end_and_has_the_nodes_replaced(
     pool: sky.Compute, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:

@@ -26,6 +26,8 @@ import torch
 import skyward as sky
 from skyward.store.server import serve as serve_here
 
+from ..conftest import other_case
+
 Serve = Callable[..., Any]
 
 
@@ -554,7 +556,7 @@ def test_a_missing_package_is_named(folder: Path, monkeypatch: pytest.MonkeyPatc
         serve_here(folder)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=other_case), signal.SIGTERM])
 def test_a_signal_ends_it_with_an_upload_under_way(serve: Serve, folder: Path, number: int) -> None:
     server = serve(folder, insecure=True, host="0.0.0.0")
     port = int(server.address.rpartition(":")[2])
@@ -569,7 +571,9 @@ def test_a_signal_ends_it_with_an_upload_under_way(serve: Serve, folder: Path, n
     assert server.process.stderr.read() == ""
 
 
-@pytest.mark.parametrize("host", [[], ["--host", "0.0.0.0", "--insecure"]])
+@pytest.mark.parametrize(
+    "host", [[], pytest.param(["--host", "0.0.0.0", "--insecure"], marks=other_case)]
+)
 def test_the_command_says_where_it_serves(folder: Path, host: list[str]) -> None:
     pytest.importorskip(
         "aiohttp", reason="aiohttp is not installed: pip install skyward-torch[server]"
@@ -595,7 +599,11 @@ def test_the_command_says_where_it_serves(folder: Path, host: list[str]) -> None
     ("options", "told"),
     [
         ([], r"at http://127\.0\.0\.1:\d+, without a token, until interrupted\n"),
-        (["--token", "s3cret"], r"at http://127\.0\.0\.1:\d+, until interrupted\n"),
+        pytest.param(
+            ["--token", "s3cret"],
+            r"at http://127\.0\.0\.1:\d+, until interrupted\n",
+            marks=other_case,
+        ),
         (
             ["--token", "s3cret", "--host", "0.0.0.0"],
             r"at http://[^0/]\S*:\d+ and on every address of this machine \(0\.0\.0\.0\), until",
