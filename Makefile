@@ -19,7 +19,7 @@ INSTALL = UV_FIND_LINKS="$(call PIP_SAYS,find-links,$(COMMA))" $(UV_INDEX_OF_PIP
 	$(BIN)/uv pip install -q --python $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all simulate walks check check-python check-cpp format fuzz sanitize bench docs wheels lock audit clean
+.PHONY: help setup demo test test-all simulate soak walks check check-python check-cpp format fuzz sanitize bench docs wheels lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,12 @@ LIMIT ?=
 
 simulate: setup  ## run whole pools with SEEDS=1000 seeds in a simulated world, with faults
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(if $(LIMIT),--seconds $(LIMIT))
+
+MINUTES := 60
+
+soak: setup  ## run pools on real machines for MINUTES=60 with faults: nothing may grow
+	@$(COMPILE)
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
 WALKS := tests/test_walks.py tests/providers/test_ssh.py tests/providers/test_kubernetes.py
 

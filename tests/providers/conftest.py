@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +19,7 @@ from skyward.testing import Shop
 from ..conftest import other_case
 from . import ec2 as testbed_ec2
 from . import kube, podman, slurm_testbed, ssh_hosts
-from .ssh_hosts import Sshd, free_port
+from .ssh_hosts import Sshd
 
 if TYPE_CHECKING:
     from .aws_gateway import Gateway
@@ -48,16 +45,8 @@ def only_shop(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
 @pytest.fixture(scope="session")
 def sshd() -> Iterator[Sshd]:
     """Two SSH hosts on this machine."""
-    ssh_hosts.skip_if_absent()
-    # Short, because Unix sockets end up below it.
-    hosts = Sshd(Path(tempfile.mkdtemp(prefix="skysshd-", dir="/tmp")), free_port())
-    try:
-        hosts.make()
-        hosts.up()
+    with ssh_hosts.running() as hosts:
         yield hosts
-    finally:
-        hosts.down()
-        shutil.rmtree(hosts.folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -125,21 +114,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[None]:
     """A Podman of the testbed's, at `DOCKER_HOST`, for one file at a time."""
-    podman.skip_if_absent()
-    with Path(tempfile.gettempdir(), "skyward-podman.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        variables = podman.start()
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-            podman.stop()
+    with podman.running():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import os
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,26 @@ def skip_if_absent() -> None:
         pytest.skip("no testbed here; name its folder with SKYWARD_TESTBED")
     if os.geteuid() != 0:
         pytest.skip("the testbed's Podman needs root")
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """A Podman at `DOCKER_HOST`, for one at a time; skips where there can be none."""
+    skip_if_absent()
+    with Path(tempfile.gettempdir(), "skyward-podman.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        variables = start()
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+            stop()
 
 
 def start() -> dict[str, str]:

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import getpass
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -167,6 +169,21 @@ class Sshd:
             if connection.laddr == place and connection.pid:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     psutil.Process(connection.pid).kill()
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Sshd]:
+    """Two hosts, as long as they are needed; skips where there can be none."""
+    skip_if_absent()
+    # Short, because Unix sockets end up below it.
+    hosts = Sshd(Path(tempfile.mkdtemp(prefix="skysshd-", dir="/tmp")), free_port())
+    try:
+        hosts.make()
+        hosts.up()
+        yield hosts
+    finally:
+        hosts.down()
+        shutil.rmtree(hosts.folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
