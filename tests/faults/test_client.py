@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import shutil
@@ -9,11 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import textwrap
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 
 import psutil
@@ -208,6 +211,29 @@ def test_a_killed_client_leaves_no_process_and_no_folder(
     eventually(lambda: not script.workers(), what="the end of all workers")
     eventually(lambda: not script.left(), what=f"the removal of {script.left()}")
     assert script.process.wait(PATIENCE) == -number
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into a pipe of another process")
+def test_a_client_that_is_killed_before_its_agent_has_answered_leaves_no_folder(
+    client: Callable[..., Script], eventually: Eventually
+) -> None:
+    script = client("sky.Compute(options=quiet).start()")
+    eventually(script.workers, what="the agent")
+    (agent,) = script.workers()
+    os.kill(agent, signal.SIGSTOP)
+    with open(f"/proc/{agent}/fd/0", "rb", buffering=0) as given:
+        eventually(lambda: unread(given), what="the agent's configuration")
+    script.process.kill()
+    script.process.wait(PATIENCE)
+    os.kill(agent, signal.SIGCONT)
+    eventually(lambda: not script.workers(), what="the end of the agent")
+    assert not script.left()
+
+
+def unread(pipe: FileIO) -> int:
+    """How many bytes nobody has read yet."""
+    found = fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))
+    return int.from_bytes(found, sys.byteorder)
 
 
 @pytest.mark.parametrize(

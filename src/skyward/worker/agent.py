@@ -347,7 +347,12 @@ def main() -> None:
     agent = Agent(config)
     signal.signal(signal.SIGTERM, lambda *_: agent.end())
     announcement = msgspec.json.encode({"endpoint": agent.endpoint, "pid": os.getpid()})
-    print(announcement.decode(), flush=True)
+    try:
+        print(announcement.decode(), flush=True)
+    except BrokenPipeError:
+        # The client was killed meanwhile: nobody else knows of the folder.
+        shutil.rmtree(config.folder, ignore_errors=True)
+        raise
     if not apart:
         # The client reads the pipe only until the announcement.
         os.dup2(os.open(f"{config.folder}/agent.log", os.O_WRONLY | os.O_CREAT, 0o600), 2)
