@@ -481,7 +481,8 @@ def grown(before: list[dict[str, float]], after: list[dict[str, float]]) -> list
         most = max(each[name] for each in before)
         now = statistics.median(each[name] for each in after)
         allowed = ALLOWED[name.partition(" ")[2] if name not in ALLOWED else name]
-        if now > most + max(allowed, most / 20):
+        # A client that was killed a moment ago has an executor for some seconds yet.
+        if now > most + max(allowed, most / 10):
             found.append(f"{name} grew from at most {most:.0f} to {now:.0f}")
     return found
 
