@@ -57,7 +57,7 @@ void Arrivals::receive() {
         auto whole = there == part.size ? there + kCopied - 1 : there;
         tell(part.before + static_cast<uint32_t>(whole / kCopied));
       });
-    } catch (const Disconnected& e) {
+    } catch (const std::exception& e) {
       problem = e.what();
     }
     if (!problem.empty()) lose_();

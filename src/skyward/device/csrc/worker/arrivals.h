@@ -17,15 +17,17 @@ namespace sky {
 
 class Arrivals {
  public:
-  // `lose` is called when the bytes do not come, before anybody uses what is in their place: it ends the session.
+  // `lose` is called when the bytes do not come, and ends the session. Then the GPU goes on with whatever is in their
+  // place, so nobody else may see the session's memory: for others, the session's thread waits itself.
   Arrivals(const Stripes& ways, std::function<void()> lose) : ways_(ways), lose_(std::move(lose)) {}
   ~Arrivals() { end(); }
 
-  // The next bytes to come, after `done` of `total`. Returns a number: with each `kCopied` of them, one more has come.
+  // The next bytes to come, after `done` of `total`. Returns a number; the next one comes with their first `kCopied`
+  // bytes, and one more with each further `kCopied`, and with the rest.
   uint32_t expect(char* into, uint64_t size, uint64_t done, uint64_t total);
-  // Waits until as many have come.
+  // Waits until that number has come.
   void await(uint32_t number);
-  // Has the GPU wait for them on its default stream; false where it cannot.
+  // Has the GPU wait for it on its default stream; false where it cannot.
   bool await_on_gpu(uint32_t number) const;
   void await_all() { await(expected_); }
   // No more come, and nobody waits any longer.

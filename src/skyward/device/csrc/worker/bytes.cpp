@@ -1,5 +1,6 @@
 // Memory, and the bytes that come and go.
 #include "exports.h"
+#include "kept_storages.h"
 #include "session.h"
 
 #include <ATen/Parallel.h>
@@ -151,8 +152,9 @@ void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool dro
     while (!bulk_.receive_some(nullptr, bytes, progress, {1, 0})) continue;
     return;
   }
-  // A profile says what the bytes on their way take, so it has this thread wait for them.
-  bool waits_here = recording_.is_on() || !streams_.uses_default();
+  // A profile says what the bytes on their way take, so it has this thread wait for them. If they do not come, a GPU
+  // that waits goes on without them, and may fail: that is for memory of this session alone.
+  bool waits_here = recording_.is_on() || !streams_.uses_default() || is_seen_ || KeptStorages::all().count();
   for (uint64_t done = 0; done < bytes;) {
     auto n = std::min(kStage, bytes - done);
     auto* stage = static_cast<char*>(staging(turn_, n).mutable_data_ptr());

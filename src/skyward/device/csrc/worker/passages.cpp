@@ -78,6 +78,7 @@ void Session::settle_traffic(Slot& held, bool written) {
 }
 
 void Session::send_to_peer(Reader& r) {
+  show_memory();
   auto& held = slots_[r.u32()];
   auto offset = r.u64(), bytes = r.u64(), link = r.u64(), number = r.u64();
   auto passage = std::make_shared<Passage>(link, number, offset, bytes);
@@ -107,6 +108,7 @@ void Session::send_to_peer(Reader& r) {
 }
 
 void Session::receive_from_peer(Reader& r) {
+  show_memory();
   auto& held = slots_[r.u32()];
   auto offset = r.u64(), bytes = r.u64(), link = r.u64(), number = r.u64();
   auto passage = std::make_shared<Passage>(link, number, offset, bytes);

@@ -356,6 +356,7 @@ void Session::lose(Reader& r) {
 
 // Others are to see what everything issued so far has written.
 void Session::export_slots(Reader& r) {
+  show_memory();
   attempt("waiting for the device", [&] { streams_.synchronize(kAllStreams); });
   collect_exports();
   Writer w;
@@ -372,6 +373,7 @@ void Session::export_slots(Reader& r) {
 
 // As for others, with numbers by which a later session of this process finds the same memory.
 void Session::numbered(Reader& r) {
+  show_memory();
   attempt("waiting for the device", [&] { streams_.synchronize(kAllStreams); });
   collect_exports();
   Writer w;
@@ -397,6 +399,7 @@ void Session::numbered(Reader& r) {
 }
 
 void Session::adopt(Reader& r) {
+  show_memory();
   reply_with([&](Writer&) {
     while (r.left()) {
       auto& held = slots_[r.u32()];

@@ -183,6 +183,11 @@ class Session {
   bool accepts(Slot& held, uint64_t offset, uint64_t bytes);
   void put(Slot& held, uint64_t offset, const char* from, uint64_t bytes);
   void receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
+  // Others are about to see memory of this session.
+  void show_memory() {
+    arrivals_.await_all();
+    is_seen_ = true;
+  }
   void receive_from_ring(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
   void fetch(Reader& r);
   void send_bulk(const void* data, uint64_t size, uint64_t done, uint64_t total);
@@ -243,6 +248,7 @@ class Session {
   Reason first_error_;
   uint64_t count_ = 0;
   Arrivals arrivals_;
+  bool is_seen_ = false;  // whether others see memory of this session
 };
 
 }  // namespace sky
