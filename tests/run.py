@@ -5,8 +5,8 @@ longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jo
 hosts wait for those more than they compute, so further processes begin with them, and then help the
 others. Nothing is run again because it failed: a test that fails at times has or shows a defect.
 
-Every run has another order, which it prints: `--order 1234` repeats it. The order says which files
-share a process, and shuffles files, classes and tests within it.
+`--shuffle` has another order every time, which it prints: `--order 1234` repeats it. The order says
+which files share a process, and shuffles files, classes and tests within it.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ ALONE = ("tests/device/test_whole_runs.py",)
 """Files in a process of their own: what libraries leave behind changes the last bits of others."""
 
 
-def batches_of(files: Sequence[str], order: int) -> list[Batch]:
+def batches_of(files: Sequence[str], order: int | None) -> list[Batch]:
     """The files in batches, longest first; those of one folder share what its fixtures start."""
     known = known_seconds()
-    shuffled = random.Random(order)
+    shuffle = (lambda _: None) if order is None else random.Random(order).shuffle
     found: list[Batch] = []
     groups: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for path in files:
@@ -127,7 +127,8 @@ def batches_of(files: Sequence[str], order: int) -> list[Batch]:
         apart = path if path in ALONE else "" if lane else str(Path(path).parent)
         groups[lane, apart].append(path)
     for (lane, _), group in groups.items():
-        shuffled.shuffle(group)
+        group.sort(key=lambda path: -known.get(path, UNKNOWN_SECONDS))
+        shuffle(group)
         bins: list[tuple[list[str], float]] = []
         for path in group:
             seconds = known.get(path, UNKNOWN_SECONDS)
@@ -138,7 +139,7 @@ def batches_of(files: Sequence[str], order: int) -> list[Batch]:
             else:
                 bins.append(([path], seconds))
         found += [Batch(lane, tuple(members), filled) for members, filled in bins]
-    shuffled.shuffle(found)
+    shuffle(found)
     return sorted(put_together(found), key=lambda batch: -batch.seconds)
 
 
@@ -409,7 +410,8 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="all dtypes of op_db, examples in full")
     parser.add_argument("--newest", action="store_true", help="the device's, on the newest torch")
     parser.add_argument("--processes", type=int, default=PROCESSES)
-    parser.add_argument("--order", type=int, help="of files and tests: what another run printed")
+    parser.add_argument("--shuffle", action="store_true", help="files and tests in another order")
+    parser.add_argument("--order", type=int, help="that of another shuffled run, which printed it")
     parser.add_argument("--measure", action="store_true", help="write seconds.txt after the run")
     parser.add_argument("--pytest", action="append", default=[], help="an option for pytest")
     told = parser.parse_args()
@@ -422,13 +424,15 @@ def main() -> int:
     for left in (*REPORTS.glob("*.xml"), *REPORTS.glob("*.log")):
         left.unlink()
     files = list(test_files(told.paths))
-    order = random.randrange(10_000) if told.order is None else told.order
-    os.environ["SKYWARD_TEST_ORDER"] = str(order)
+    order = random.randrange(10_000) if told.shuffle and told.order is None else told.order
+    if order is not None:
+        os.environ["SKYWARD_TEST_ORDER"] = str(order)
     batches = batches_of(files, order)
     suite = Suite(batches, told.pytest)
     print(
         f"{len(files)} files in {len(batches)} batches; "
-        f"op_db with {os.environ['SKYWARD_OPS_DTYPES']}; --order {order}",
+        f"op_db with {os.environ['SKYWARD_OPS_DTYPES']}"
+        + ("" if order is None else f"; --order {order}"),
         flush=True,
     )
     began = time.monotonic()
@@ -436,7 +440,7 @@ def main() -> int:
     if told.measure:
         write_table(suite.outcomes)
     good = summarise(suite.outcomes, time.monotonic() - began)
-    if not good:
+    if not good and order is not None:
         print(f"in the same order again: {shlex.join([*sys.argv, f'--order={order}'])}")
     lost = set(batches) - {outcome.batch for outcome in suite.outcomes}
     for batch in lost:

@@ -95,7 +95,7 @@ class TestIt:
 """
 
 
-def test_every_run_has_another_order_that_can_be_given_again(
+def test_every_shuffled_run_has_another_order_that_can_be_given_again(
     run: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -106,6 +106,7 @@ def test_every_run_has_another_order_that_can_be_given_again(
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path / "tests")
     notes = tmp_path / "notes"
     seen: list[str] = []
+    monkeypatch.setattr(sys, "argv", ["run.py", "--shuffle"])
     for _ in range(2):
         assert run.main() == 0
         (order,) = re.findall(r"--order (\d+)", capsys.readouterr().out)
