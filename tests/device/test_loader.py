@@ -505,11 +505,12 @@ def readers() -> set[int]:
 
 def test_leaving_an_epoch_ends_its_workers(device, eventually: Eventually) -> None:
     eventually(lambda: not readers())
-    loader = sky.loader(Noisy(), device=device, num_workers=2)
-    for _ in loader:
+    # Longer than what is ready ahead.
+    for _ in sky.loader(torch.arange(10_000), device=device, num_workers=2):
         assert readers()
         break
     eventually(lambda: not readers())
+    loader = sky.loader(Noisy(), device=device, num_workers=2)
     assert len(list(loader)) == LENGTH
     eventually(lambda: not readers())
     kept = sky.loader(Noisy(), device=device, num_workers=1, persistent_workers=True)

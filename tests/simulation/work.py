@@ -134,7 +134,7 @@ def use(number: int, steps: Sequence[Step]) -> tuple[int, int]:
                 seen.result = getattr(handle, what)(*given, timeout=5.0)
             else:
                 seen.result = getattr(handle, what)(*given)
-        except sky.StateLostError:
+        except sky.errors.StateLostError:
             continue
         except threading.BrokenBarrierError:
             seen.result = "broken"
@@ -162,7 +162,7 @@ def hold(lock: Any, seconds: float) -> None:
     held.until = time.monotonic()
     try:
         lock.release()
-    except sky.StateLostError as problem:
+    except sky.errors.StateLostError as problem:
         if "is not held any more" in str(problem):
             held.refused = time.monotonic()
         raise
