@@ -112,10 +112,6 @@ class PageServer:
         """Whether that is the token; takes the same time for every wrong one."""
         return hmac.compare_digest(token.encode(), self._token.encode())
 
-    def note_proven(self, connection: socket.socket) -> None:
-        """Note that a connection has brought the token: nobody else ends it."""
-        self._server.note_proven(connection)
-
     def serves(self, host: str) -> bool:
         """Whether a request may name this host: a foreign name may have been made to lead here.
 
@@ -158,7 +154,7 @@ class _Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def note_proven(self, request: Any) -> None:
-        """Note that a connection has brought the token, or has ended."""
+        """Note that a connection has brought the token, so nobody else ends it, or has ended."""
         with self._lock:
             self._unproven.pop(request, None)
 
@@ -179,6 +175,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    server: _Server
     page: PageServer
     text: str
     protocol_version = "HTTP/1.1"
@@ -201,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.FORBIDDEN, "the address lacks its token; open the one that was printed"
             )
             return
-        self.page.note_proven(self.connection)
+        self.server.note_proven(self.connection)
         if asked.path == "/":
             self._send_page()
         elif asked.path == "/stream":
