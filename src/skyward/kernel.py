@@ -24,6 +24,8 @@ HAS_PEER_CREDENTIALS = hasattr(socket, "SO_PEERCRED") and not PORTABLE
 """Whether a Unix socket says who is at its other end; elsewhere the folder's mode has to do."""
 CLOSE_ON_EXEC = 0 if PORTABLE else int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 """The flag with which received descriptors are closed in programs that this process starts."""
+KEEP_IDLE = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
+"""The option for how long a connection is idle before it is probed; macOS has its own name."""
 
 
 CGROUPS = "/sys/fs/cgroup"
@@ -94,3 +96,18 @@ def reserve(descriptor: int, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     else:
         os.ftruncate(descriptor, size)
+
+
+def keep_alive(end: socket.socket, idle: int = 15, every: int = 5, times: int = 4) -> None:
+    """Have the kernel probe an idle connection, so that routers do not forget it.
+
+    After `idle` seconds it sends a probe, and then one `every` so many; after so many `times`
+    without an answer it gives the connection up. TCP_USER_TIMEOUT, a limit on unacknowledged bytes,
+    is not set: it would also end the connection to a peer that is alive but too busy to read.
+    """
+    if end.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((KEEP_IDLE, idle), ("TCP_KEEPINTVL", every), ("TCP_KEEPCNT", times)):
+        if hasattr(socket, option):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

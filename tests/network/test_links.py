@@ -17,6 +17,7 @@ import pytest
 
 from skyward.device import build
 from skyward.errors import AuthenticationError
+from skyward.kernel import KEEP_IDLE
 from skyward.wire import messages, native
 from skyward.wire.channel import PEEK_SIZE, Channel
 from skyward.wire.frames import HEADER, PROTOCOL
@@ -245,14 +246,15 @@ def test_what_comes_with_a_result_is_found_though_only_the_result_was_looked_at(
     assert ends.client.has_rest
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the kernel has no such options")
 def test_the_kernel_probes_each_end_that_only_receives(ends: Ends) -> None:
     """It alone notices that one connection is silent while the node answers over others."""
     for channel in (ends.client, ends.worker):
         assert channel.link is not None
         told = []
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT):
-            value = channel.link.first.receiver.getsockopt(socket.IPPROTO_TCP, option, 4)
+        for option in (KEEP_IDLE, "TCP_KEEPINTVL", "TCP_KEEPCNT"):
+            value = channel.link.first.receiver.getsockopt(
+                socket.IPPROTO_TCP, getattr(socket, option), 4
+            )
             told.append(int.from_bytes(value, sys.byteorder))
         assert told == [4, 2, 3]
 

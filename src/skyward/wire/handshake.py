@@ -425,7 +425,7 @@ def connect_one(
         elif family == "tcp":
             if context is None:
                 raise AuthenticationError(f"no credentials for {endpoint}")
-            keep_alive(end)
+            kernel.keep_alive(end)
             try:
                 end = with_tls(context, end, server_hostname=name)
             except ssl.SSLError as problem:
@@ -453,20 +453,6 @@ def _read_exactly_one(end: socket.socket, decoder: FrameDecoder) -> Frame:
             raise EOFError("the other end closed the connection")
         decoder.feed(data)
     return frame
-
-
-def keep_alive(end: socket.socket) -> None:
-    """Have the kernel send probes on an idle connection, so that routers do not forget it.
-
-    TCP_USER_TIMEOUT, a limit on unacknowledged bytes, is not set: it would also end the connection
-    to a peer that is alive but too busy to read.
-    """
-    if end.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, option):
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def with_tls(context: TlsContext, end: socket.socket, **options: Any) -> socket.socket:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from skyward import kernel
 from skyward.closing import shut
 from skyward.errors import AuthenticationError, ProtocolError
 from skyward.wire import messages
@@ -29,7 +30,6 @@ from skyward.wire.handshake import (
     certified_name,
     check_peer,
     host_and_port,
-    keep_alive,
     with_tls,
 )
 from skyward.wire.link.link import Link
@@ -160,7 +160,7 @@ class Listener:
             end.settimeout(self._seconds)
             if context is not None:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                keep_alive(end)
+                kernel.keep_alive(end)
                 end = with_tls(context, end, server_side=True, do_handshake_on_connect=False)
                 with self._lock:
                     if number in self._unproven:

@@ -25,12 +25,6 @@ FAR_SECONDS = 0.001
 """If the round trip is shorter, one connection carries all that one processor can encrypt."""
 LAST_WORDS_SECONDS = 1.0
 """How long the receiving connection is still read after the sending one has failed."""
-PROBES = (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
-"""A receiving connection on which nobody's kernel answers is lost after 10 s, and replaced.
-
-Its end sends nothing, so it is always idle, and the kernel probes it. Nobody probes a sending end
-with bytes under way: Linux gives it up after 15 minutes. Its other end receives, and is probed.
-"""
 
 
 cutting = Staff("skyward-cut", most=1)
@@ -198,13 +192,14 @@ class Pair:
 
 
 def _probe(end: socket.socket) -> None:
-    """Have the kernel notice soon that a connection to receive on is dead."""
-    if end.family in (socket.AF_INET, socket.AF_INET6):
-        # The other end may have reset it by now; the next read reports that.
-        with contextlib.suppress(OSError):
-            for option, value in PROBES:
-                if hasattr(socket, option):
-                    end.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    """Have the kernel give up after 10 s a connection to receive on that nobody's kernel answers.
+
+    The end sends nothing, so it is always idle, and the kernel probes it. Nobody probes a sending
+    end with bytes under way: Linux gives it up after 15 minutes. Its other end receives.
+    """
+    # The other end may have reset it by now; the next read reports that.
+    with contextlib.suppress(OSError):
+        kernel.keep_alive(end, idle=4, every=2, times=3)
 
 
 def round_trip(end: socket.socket) -> float:
