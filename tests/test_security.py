@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -36,7 +38,7 @@ from skyward.providers.local import LocalMachine
 from skyward.providers.on_node import keeper, relay
 from skyward.wire.handshake import Authority
 
-from .conftest import worker_processes
+from .conftest import wait_until, worker_processes
 
 ROOT = Path(__file__).parents[1]
 
@@ -397,10 +399,19 @@ def test_a_known_vulnerability_fails_and_says_what_to_take(tool: Any) -> None:
             stand_in([{"name": "a", "skip_reason": "not found"}]),
             "nothing was looked up: of these 1",
         ),
-        (stand_in("", 1, "no connection"), "nothing was looked up: no connection"),
+        *(
+            (stand_in("", 1, problem), f"nothing was looked up: {problem}")
+            for problem in (
+                "Could not connect to PyPI's vulnerability feed",
+                "[Errno 111] Connection refused",
+                "dns error: Temporary failure in name resolution",
+                "Read timed out. (read timeout=15)",
+                "ProxyError('Unable to connect to proxy')",
+                "503 Server Error: Service Unavailable for url",
+            )
+        ),
         ([*stand_in("")[:-1], SLEEPS], "nothing was looked up: no answer within"),
     ],
-    ids=["known", "unknown", "no service", "no answer"],
 )
 def test_an_audit_without_its_service_says_so_and_passes(
     tool: Any, command: list[str], said: str, monkeypatch: pytest.MonkeyPatch
@@ -408,3 +419,40 @@ def test_an_audit_without_its_service_says_so_and_passes(
     if SLEEPS in command:
         monkeypatch.setattr(tool("audit"), "SECONDS", 0.01)
     assert tool("audit").main(command).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (stand_in("", 2, "pip-audit: error: unrecognized arguments: --bogus"), "--bogus"),
+        (stand_in("", 1, "the hash of a is invalid"), "hash of a"),
+        (stand_in("", 139), "ended with 139"),
+        (stand_in("[", 0), "ended with 0"),
+        (stand_in([{"name": "a", "version": "1", "vulns": []}], 1, "half of it"), "half of it"),
+    ],
+    ids=["usage", "lock", "crash", "no answer", "half an answer"],
+)
+def test_an_audit_that_fails_for_another_reason_fails(
+    tool: Any, command: list[str], why: str
+) -> None:
+    with pytest.raises(SystemExit, match=re.escape(why)):
+        tool("audit").main(command)
+
+
+def test_an_audit_without_an_answer_leaves_no_process(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr(tool("audit"), "SECONDS", 1.0)
+    starts_another = f"(echo there; exec sleep 100) >{shlex.quote(str(held))} & wait"
+    tool("audit").main(["lock.txt", "--", "sh", "-c", starts_another])
+
+    def ended() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            return not os.read(reader, 100)
+        return False
+
+    wait_until(ended)
+    os.close(reader)
