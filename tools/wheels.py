@@ -313,7 +313,7 @@ def manylinux(cores: Iterable[Path], machine: str) -> str:
 def platform_wheel(pure: Path, cores: Mapping[str, Path], tag: str, out: Path) -> Path:
     """The pure wheel with cores in it, by their names, for the platform that the tag names.
 
-    The same members make the same bytes, whenever and wherever the wheel is made.
+    The same members make the same bytes, whenever the wheel is made, with the same zlib.
     """
     made = out / pure.name.replace("-any.whl", f"-{tag}.whl")
     with zipfile.ZipFile(pure) as source:

@@ -156,7 +156,7 @@ def test_other_paths_and_methods_are_refused(url: str) -> None:
     connection.close()
 
 
-def test_a_crowd_without_the_token_takes_no_threads_and_keeps_nobody_out(
+def test_a_crowd_without_the_token_takes_few_threads_and_ends_no_open_page(
     compute: sky.Compute, url: str, stream: Stream, eventually: Eventually
 ) -> None:
     """They say one byte each, and then nothing."""
