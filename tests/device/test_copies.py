@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import random
 import threading
 import time
@@ -19,6 +20,8 @@ from torch import nn
 import skyward as sky
 from skyward.device import meeting
 from skyward.device.core import core
+from skyward.device.peers import Peers, Unreachable
+from skyward.wire.handshake import CLIENT, Authority
 
 from ..conftest import only_in_all, other_case
 from .proxy import Proxy
@@ -618,6 +621,18 @@ def test_devices_of_two_pools_reach_each_other(
         warnings.simplefilter("error")
         assert torch.equal(x.to(device).to(over_network[0]).cpu(), x)
         assert torch.equal(x.to(over_network[1]).to(device).cpu(), x)
+
+
+def test_without_the_key_of_its_pool_a_device_is_not_reached_from_another() -> None:
+    """As in a job on a kept pool: its process's own certificate would be refused."""
+    own = Authority("one").issue(CLIENT)
+    here, there = (
+        meeting.Whereabouts(pool, "node", ("tcp:127.0.0.1:9",), lambda: None)
+        for pool in ("one", "other")
+    )
+    arranged = meeting.arrange(1, "sky:0", here, "sky:1", there)
+    with pytest.raises(Unreachable, match="credentials for pool other here: its key is with"):
+        Peers(ctypes.CDLL(None), own).dial(arranged)
 
 
 def test_nodes_of_one_machine_share_memory_however_the_client_reaches_them() -> None:

@@ -34,7 +34,7 @@ class Whereabouts:
     endpoints: tuple[str, ...]
     """Where other processes may try to reach it, the best place first."""
     issue: Callable[[], Credentials | None]
-    """Makes credentials that the pool accepts; None if the pool has none."""
+    """Makes credentials that the pool accepts; None if it has none, or if its key is not here."""
 
 
 class Meeting(msgspec.Struct):
@@ -47,13 +47,16 @@ class Meeting(msgspec.Struct):
     pool: str
     name: str
     endpoints: tuple[str, ...]
+    is_of_own_pool: bool
+    """Whether the process's own credentials are good there."""
     credentials: tuple[str, str, str] | None
-    """None where the process's own are those of the same pool."""
+    """Those that are good there otherwise; None if there are none."""
 
 
 def arrange(link: int, own: str, here: Whereabouts, other: str, there: Whereabouts) -> Meeting:
     """Describe to the process `here` how it reaches the one `there`."""
-    issued = there.issue() if here.pool != there.pool else None
+    is_of_own_pool = here.pool == there.pool
+    issued = None if is_of_own_pool else there.issue()
     return Meeting(
         link=link,
         own=own,
@@ -61,5 +64,6 @@ def arrange(link: int, own: str, here: Whereabouts, other: str, there: Whereabou
         pool=there.pool,
         name=there.name,
         endpoints=there.endpoints,
+        is_of_own_pool=is_of_own_pool,
         credentials=(issued.authority, issued.certificate, issued.key) if issued else None,
     )

@@ -133,9 +133,15 @@ class Peers:
                 raise Unreachable("it is on another host")
             channels.append(connect(endpoint, hellos[0], None, meeting.name)[0])
             return
-        given = Credentials(*meeting.credentials) if meeting.credentials else self._credentials
+        if meeting.is_of_own_pool:
+            given = self._credentials
+        else:
+            given = Credentials(*meeting.credentials) if meeting.credentials else None
         if given is None:
-            raise Unreachable("this process has no credentials for it")
+            raise Unreachable(
+                f"there are no credentials for pool {meeting.pool} here: its key is with the "
+                "client that started it"
+            )
         self.use_links()
         for hello in hellos:
             dialer = Dialer(

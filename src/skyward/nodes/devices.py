@@ -462,5 +462,5 @@ class PoolDevices:
         return Whereabouts(self._id, node_name(self._id, index), found, self._issue)
 
     def _issue(self) -> Credentials | None:
-        """Credentials for a process of another pool of this client's."""
+        """Credentials for a process of another pool of this client's; a job has no key for them."""
         return self._authority.issue(PEER) if self._authority else None
