@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -88,6 +90,42 @@ def test_a_node_whose_agent_was_killed_is_started_again(bench: str, eventually: 
         assert len(after) == 2
         assert after[0] == before[0]
         assert after[1] != before[1]
+
+
+def break_worker(compute: sky.Compute, node: int) -> None:
+    """End the executor of a node, whose agent can start no other one there."""
+    machine: Any = compute._open_fleet.nodes[node].host._machine
+    executor = compute.run(pid(), on=node)
+    output = Path(machine.id, "output")
+    shutil.rmtree(output)
+    output.write_text("a file, and no folder")
+    os.kill(executor, signal.SIGKILL)
+
+
+def test_a_node_whose_worker_cannot_be_started_any_more_gets_another_agent(
+    bench: str, eventually: Eventually
+) -> None:
+    """The same agent was found again, and its node never became ready."""
+    with sky.attach(bench) as compute:
+        agent = records.read(bench).nodes[1].pid
+        break_worker(compute, 1)
+        eventually(lambda: compute.stats().nodes_lost == 1, what="the loss")
+        assert compute.run(pid(), on=1)
+        eventually(lambda: records.read(bench).nodes[1].pid != agent, what="another agent")
+
+
+def test_a_worker_that_cannot_be_started_any_more_costs_other_clients_nothing(
+    bench: str, eventually: Eventually
+) -> None:
+    with sky.attach(bench) as one, sky.attach(bench) as two:
+        theirs = two.run(pid(), on=1)
+        break_worker(one, 1)
+        eventually(lambda: one.nodes[1].state == "failed", what="the end of the node")
+        with pytest.raises(
+            sky.errors.NodeLostError, match="node 1 worker 0 cannot run: it did not start"
+        ):
+            one.run(pid(), on=1)
+        assert two.run(pid(), on=1) == theirs
 
 
 def test_a_node_that_two_clients_have_lost_is_started_once(

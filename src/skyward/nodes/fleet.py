@@ -419,7 +419,7 @@ class Fleet:
         self.dispatcher.check_open()
         count = nodes if isinstance(nodes, int) else nodes.desired
         goes = count < len(self.nodes) and not force
-        with self._lock_unused() if goes else self.lock(force=True):
+        with self.lock_unused() if goes else self.lock(force=True):
             self._resize(nodes)
 
     def _resize(self, nodes: int | Nodes) -> None:
@@ -501,7 +501,7 @@ class Fleet:
         the user has ended.
         """
         try:
-            with self._lock_unused(), self._resizing:
+            with self.lock_unused(), self._resizing:
                 nodes = self.nodes
                 self._retire(nodes[target(len(nodes)) :])
         except PoolError:
@@ -547,7 +547,7 @@ class Fleet:
                     break
         return held
 
-    def _lock_unused(self) -> contextlib.ExitStack:
+    def lock_unused(self) -> contextlib.ExitStack:
         """Lock a pool that loses nodes; `PoolError` if others, a script or a call use it."""
         with self.lock(force=False) as held:
             if self.is_kept:

@@ -273,6 +273,9 @@ class NodeFleet(Protocol):
     def agent_config(self, node: Node) -> AgentConfig:
         """The configuration that a node's agent starts with."""
 
+    def lock_unused(self) -> contextlib.ExitStack:
+        """Lock a pool that loses nodes; `PoolError` if others, a script or a call use it."""
+
     def executors_on(self, node: Node) -> int:
         """How many executors a node has."""
 
@@ -1360,9 +1363,34 @@ class Node:
                 self.give_up(PoolStartError(f"node {self.index} {failure}"))
             else:
                 # Its calls, and broadcasts, would wait for it for ever.
-                self.handle_loss(failure)
+                self._replace(failure)
         elif self._state == "starting" and lane is None:
             self._fleet.console.note(f"node {self.index}: worker {down.worker}: {down.reason}")
+
+    def _replace(self, failure: str) -> None:
+        """Lose the node, with its agent: that of a kept pool goes unless others use the pool.
+
+        Otherwise the node would be found again as it is.
+        """
+        host, fleet = self.host, self._fleet
+
+        def lose() -> None:
+            if self.host is host:
+                self.handle_loss(failure)
+
+        def lose_with_agent() -> None:
+            try:
+                with fleet.lock_unused():
+                    host.condemn()
+            except (SkywardError, OSError, EOFError) as problem:
+                fleet.console.note(f"node {self.index}: its agent goes on: {problem}")
+            finally:
+                fleet.loop.call_soon(lose)
+
+        if host.is_kept:
+            connecting.run(lose_with_agent)
+        else:
+            lose()
 
     def _lose_after_results(self, lane: Lane, reason: str) -> None:
         """Remove an executor that is gone once nothing comes of it any more."""

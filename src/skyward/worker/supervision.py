@@ -258,7 +258,10 @@ class ExecutorProcesses:
                 if executor.up is not None and not executor.process.ended:
                     entered = group if executor.process.pid in members else ""
                     self._tell(msgspec.structs.replace(executor.up, group=entered))
-        # What failed too often for nobody is tried again for somebody.
+        self.try_again()
+
+    def try_again(self) -> None:
+        """Start for somebody what failed too often for nobody, or for a client that has left."""
         for place, failures in list(self._failed_starts.items()):
             if failures >= STARTS_MAX:
                 del self._failed_starts[place]

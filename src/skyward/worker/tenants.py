@@ -266,6 +266,9 @@ class Tenants:
                 tenant.take_over()
             elif tenant.pid not in (0, pid) and not tenant.away:
                 raise ProtocolError("another client has this tenant")
+            elif tenant.pid:
+                # The client has given its connection up, and waits for all executors anew.
+                tenant.executors.try_again()
             tenant.pid = pid
             if name in self._chosen:
                 tenant.identity, _ = self._chosen.pop(name)
