@@ -142,7 +142,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread; a crowd of strangers takes neither threads nor descriptors."""
+        """Answer on a thread; a crowd of strangers takes few threads and descriptors."""
         with self._lock:
             crowd = len(self._unproven) >= UNPROVEN_MAX
             oldest = next(iter(self._unproven)) if crowd else None
