@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .simulation import defect
 from .simulation.runner import Outcome, about
 
@@ -29,3 +31,12 @@ def test_a_history_is_shortened_to_what_is_about_the_failure() -> None:
     assert shown[0] == "(2 lines of its history are left out)"
     assert shown[1:4] == [told[0], told[2], told[3]]
     assert shown[4:] == told[5:]
+
+
+def test_a_defect_counts_as_found_only_when_a_seed_failed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert defect.find("pending", ["--seeds", "none"]) == 1
+    assert (
+        "pending: nothing is known: the seeds ended with exit status 2" in capsys.readouterr().out
+    )

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from .runner import FOUND
+
 PATCHES = Path(__file__).with_name("defects")
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +37,7 @@ def put_back(name: str, folder: Path, *options: str) -> None:
 
 
 def find(name: str, arguments: list[str]) -> int:
-    """Run seeds with a defect until one fails; 0 if one has."""
+    """Run seeds with a defect until one fails; 0 if one has, and nothing else went wrong first."""
     if name == "all":
         return max([find(each, arguments) for each in names()])
     if name not in names():
@@ -46,6 +48,8 @@ def find(name: str, arguments: list[str]) -> int:
         print(f"{name}: {(PATCHES / f'{name}.patch').read_text().splitlines()[0]}", flush=True)
         command = [sys.executable, "-m", "tests.simulation", "--until-failure", *arguments]
         environment = os.environ | {"PYTHONPATH": str(sources)}
-        return (
-            0 if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode else 1
-        )
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    if code not in (0, FOUND):
+        how = f"signal {-code}" if code < 0 else f"exit status {code}"
+        print(f"{name}: nothing is known: the seeds ended with {how}, as told above", flush=True)
+    return 0 if code == FOUND else 1

@@ -31,6 +31,8 @@ LAST_SHOWN = 10
 CALLS_AT_ONCE = 8
 TOLD = 5
 """Of so many failures the histories are shown."""
+FOUND = 3
+"""The exit status when a seed has failed: Python ends with 1 by itself, argparse with 2."""
 SHRINK_RUNS, SHRINK_SECONDS = 40, 60.0
 """How often, and how long, a seed that failed is run again without some of its faults."""
 COMMAND = "python -m tests.simulation"
@@ -56,6 +58,8 @@ class Outcome:
     without: list[str] = field(default_factory=list)
     """The faults that were left out."""
     counts: dict[str, int] = field(default_factory=dict)
+    crashed: bool = False
+    """Whether the simulator did not end it: that says nothing of the code that it runs."""
 
 
 def chosen(seed: int) -> str:
@@ -88,7 +92,7 @@ def run_here(seed: int, name: str, without: Collection[str] = ()) -> Outcome:
         outcome.counts = {name: 1, **running.counts}
         outcome.faults = running.faults
     except BaseException:
-        outcome.problem = traceback.format_exc()
+        outcome.problem, outcome.crashed = traceback.format_exc(), True
     kernel = here.kernel
     outcome.history = list(kernel.history)
     outcome.digest = hashlib.sha256("\n".join(kernel.history).encode()).hexdigest()[:16]
@@ -183,11 +187,15 @@ def run(
 
 
 def find(seeds: Sequence[int], only: str | None, jobs: int) -> int:
-    """Run seeds until one fails; say how many it took."""
+    """Run seeds until one fails; say how many it took. A crash is told, and does not count."""
     began = time.monotonic()
     outcomes = _outcomes(list(seeds), only, jobs)
+    crashed = 0
     for count, outcome in enumerate(outcomes, 1):
-        if outcome.problem:
+        if outcome.crashed:
+            crashed += 1
+            print(f"seed {outcome.seed} of {outcome.scenario}: {outcome.problem}", flush=True)
+        elif outcome.problem:
             outcomes.close()
             lines = outcome.problem.strip().splitlines()
             what = lines[-1 if lines[0].startswith("Traceback") else 0]
@@ -196,9 +204,9 @@ def find(seeds: Sequence[int], only: str | None, jobs: int) -> int:
                 f"{time.monotonic() - began:,.0f} s: {what[:200]}",
                 flush=True,
             )
-            return 1
-    print("not found", flush=True)
-    return 0
+            return FOUND
+    print(f"not found, {crashed} crashed" if crashed else "not found", flush=True)
+    return 1 if crashed else 0
 
 
 def _outcomes(
@@ -269,7 +277,7 @@ def _work(
         _, status = os.waitpid(pid, 0)
         if status:
             what = f"no end after {REAL_SECONDS} s of real time, or a crash: status {status}"
-            _write(Outcome(seed, only or chosen(seed), problem=what), writing)
+            _write(Outcome(seed, only or chosen(seed), problem=what, crashed=True), writing)
     os._exit(0)
 
 
