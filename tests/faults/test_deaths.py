@@ -19,6 +19,8 @@ import pytest
 
 import skyward as sky
 from skyward.nodes.node import Node, Roster
+from skyward.wire import messages
+from skyward.wire.frames import Frame
 from skyward.wire.messages import ExecutorDown, ExecutorUp
 
 from ..conftest import PATIENCE, only_in_all, other_case
@@ -334,10 +336,15 @@ def test_an_executor_takes_the_place_of_the_one_before_it_when_that_one_is_lost(
         for pid in (7, 8)
     )
     up = ExecutorUp(0, 0, 8, "unix:/there")
-    node._announced[0, 0] = 7
+    node._executor_up = lambda up: None  # It would connect.
+
+    def hear(message: messages.Message) -> None:
+        node._hear(Frame(message.KIND, messages.encode(message), None, 0))
+
+    hear(ExecutorUp(0, 0, 7, "unix:/there"))
     assert node.add_lane(before)
-    node._executor_down(ExecutorDown(0, 0, 7, "killed", restarting=True))
-    node._announced[0, 0] = 8
+    hear(ExecutorDown(0, 0, 7, "killed", restarting=True))
+    hear(up)
     assert node._awaits_place(up)
     assert node.remove_lane(before)
     assert not node._awaits_place(up)
