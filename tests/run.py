@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -36,6 +37,8 @@ TABLE = TESTS / "seconds.txt"
 NEWEST = ROOT / ".venv-newest"
 """An environment with the newest torch that pip offers, and all else from the one that made it."""
 REPORTS = ROOT / "build" / ("tests-newest" if Path(sys.prefix) == NEWEST else "tests")
+KEPT_SECONDS = 86400.0
+"""How long the reports of other runs stay there."""
 BATCH_SECONDS = 300.0
 """What a batch is filled up to: pytest, torch and a pool with two devices take 9 s to start."""
 UNKNOWN_SECONDS = 30.0
@@ -161,10 +164,11 @@ def put_together(batches: Sequence[Batch]) -> list[Batch]:
 class Suite:
     """The batches that are left, and the outcomes of those that ended."""
 
-    def __init__(self, batches: Sequence[Batch], options: Sequence[str]) -> None:
+    def __init__(self, batches: Sequence[Batch], options: Sequence[str], folder: Path) -> None:
         self.waiting = list(batches)
         self.total = len(batches)
         self.options = options
+        self.folder = folder
         self.outcomes: list[Outcome] = []
         self._lock = threading.Lock()
         self._stopped = False
@@ -201,7 +205,7 @@ class Suite:
 
     def _work(self, lanes: tuple[str, ...]) -> None:
         while (batch := self._next(lanes)) is not None:
-            outcome, text = run_pytest(batch, self.options)
+            outcome, text = run_pytest(batch, self.options, self.folder)
             with self._lock:
                 self.outcomes.append(outcome)
                 self._tell(outcome, text)
@@ -219,10 +223,10 @@ class Suite:
                 print(f"{' '.join(outcome.batch.files)}: {outcome.problem}", flush=True)
 
 
-def run_pytest(batch: Batch, options: Sequence[str]) -> tuple[Outcome, str]:
+def run_pytest(batch: Batch, options: Sequence[str], folder: Path) -> tuple[Outcome, str]:
     """Run a batch in one process; gives what became of its tests, and what pytest printed."""
     name = re.sub(r"\W+", "-", batch.files[0]).strip("-")
-    report, log = REPORTS / f"{name}.xml", REPORTS / f"{name}.log"
+    report, log = folder / f"{name}.xml", folder / f"{name}.log"
     command = [
         *(sys.executable, "-m", "pytest", "-q", f"--durations={SLOWEST}"),
         *(f"--junitxml={report}", "-o", "junit_family=xunit1", *options, *batch.files),
@@ -395,6 +399,17 @@ def on_newest_torch() -> bool:
     return found.returncode == 0
 
 
+def new_folder() -> Path:
+    """A folder for the logs and reports of this run; those of earlier runs stay for a day."""
+    for left in REPORTS.glob("*/"):
+        if time.time() - left.stat().st_mtime > KEPT_SECONDS:
+            shutil.rmtree(left)
+    folder = REPORTS / str(os.getpid())
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
 def test_files(given: Sequence[str]) -> Iterator[str]:
     """The test files below the paths given, or all."""
     for each in given or [str(TESTS)]:
@@ -420,15 +435,12 @@ def main() -> int:
     os.environ["SKYWARD_OPS_DTYPES"] = choose_dtypes(told.all)
     if told.all:
         os.environ["SKYWARD_TEST_ALL"] = "1"
-    REPORTS.mkdir(parents=True, exist_ok=True)
-    for left in (*REPORTS.glob("*.xml"), *REPORTS.glob("*.log")):
-        left.unlink()
     files = list(test_files(told.paths))
     order = random.randrange(10_000) if told.shuffle and told.order is None else told.order
     if order is not None:
         os.environ["SKYWARD_TEST_ORDER"] = str(order)
     batches = batches_of(files, order)
-    suite = Suite(batches, told.pytest)
+    suite = Suite(batches, told.pytest, new_folder())
     print(
         f"{len(files)} files in {len(batches)} batches; "
         f"op_db with {os.environ['SKYWARD_OPS_DTYPES']}"

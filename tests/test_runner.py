@@ -62,6 +62,17 @@ def test_a_test_that_failed_is_named_and_not_run_again(
     assert "== 1 failed, 1 passed in" in said
 
 
+def test_a_run_leaves_the_reports_of_another_that_is_under_way(
+    run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tests/test_it.py").write_text("def test_it():\n    pass\n")
+    for order in (1, 2, 1):
+        monkeypatch.setattr(sys, "argv", ["run.py", "--order", str(order)])
+        assert run.main() == 0
+    reports = [str(path.relative_to(tmp_path)) for path in tmp_path.glob("build/*/*.xml")]
+    assert sorted(reports) == ["build/1/tests-test_it-py.xml", "build/2/tests-test_it-py.xml"]
+
+
 def test_a_test_that_does_not_end_is_told_with_the_line_where_it_waits(
     run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
