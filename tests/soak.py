@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -55,6 +55,8 @@ RUN = uuid.uuid4().hex[:8]
 MIB = 1 << 20
 LONG = 240.0
 """How long something may take on a busy machine; then it hangs."""
+LONGEST = 900.0
+"""How long it may take until all nodes work again, or all pools are closed."""
 WARM_ROUNDS = 5
 """Of each part, before counts are kept: most kinds of work have been done by then."""
 OPTIONS = sky.Options(console=False, orphan_timeout=30.0)
@@ -490,6 +492,29 @@ def grown(before: list[dict[str, float]], after: list[dict[str, float]]) -> list
 # The run.
 
 
+def give_up(what: str, problems: list[str]) -> threading.Timer:
+    """A timer that ends this process: the main thread waits for something that may never come."""
+
+    def end() -> None:
+        faulthandler.dump_traceback()
+        print("\n".join([*problems, f"{what}: no end after {LONGEST:g} s"]), flush=True)
+        end_now(1)
+
+    timer = threading.Timer(LONGEST, end)
+    timer.daemon = True
+    return timer
+
+
+def end_now(status: int) -> NoReturn:
+    """End this process and those of its pools, whatever its threads wait for."""
+    agents, executors = agents_and_executors()
+    children = psutil.Process().children(recursive=True)
+    for process in {*agents, *executors, *marked(), *children} - {psutil.Process()}:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    os._exit(status)
+
+
 @dataclass
 class Soak:
     """The parts, and what has happened so far."""
@@ -497,6 +522,8 @@ class Soak:
     seed: int
     folder: Path
     parts: list[Part] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+    """Those of the last round."""
     done: collections.Counter[str] = field(default_factory=collections.Counter)
     faults: collections.Counter[str] = field(default_factory=collections.Counter)
     lost: int = 0
@@ -511,17 +538,19 @@ class Soak:
         kills = bool(set(faults) & set(KILLS))
         title = f"--seed {self.seed}, {part.name}, round {part.rounds}: "
         title += ", ".join(each.__name__ for each in (*work, *faults))
-        threads = [
-            threading.Thread(target=self._do, args=(each, part, chances.pop(), kills, title))
+        self.threads = [
+            threading.Thread(
+                target=self._do, args=(each, part, chances.pop(), kills, title), daemon=True
+            )
             for each in work
         ]
-        for thread in threads:
+        for thread in self.threads:
             thread.start()
         for fault in faults:
             time.sleep(chance.random())
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.faults[fault.__name__.replace("_", " ")] += fault(part, chances.pop())
-        for thread in threads:
+        for thread in self.threads:
             thread.join(LONG)
             if thread.is_alive():
                 faulthandler.dump_traceback()
@@ -556,10 +585,14 @@ class Soak:
                 problem = lost
                 return False
 
+        timer = give_up(f"{title}: waiting until all nodes work", self.problems)
+        timer.start()
         try:
             wait_until(whole, what=f"{title}: that all of its nodes work")
         except pytest.fail.Exception as late:
             raise AssertionError(str(late)) from problem
+        finally:
+            timer.cancel()
 
     def line(self, found: dict[str, float]) -> str:
         """What was done, and what is there."""
@@ -570,11 +603,12 @@ class Soak:
         return f"rounds: {each}; {done}; {self.lost} lost; faults: {faults}; now: {there}"
 
 
-def run(names: list[str], minutes: float, seed: int, folder: Path) -> list[str]:
+def run(soak: Soak, names: list[str], minutes: float) -> list[str]:
     """Run for so long; gives what went wrong or grew."""
-    soak = Soak(seed, folder)
     samples: list[dict[str, float]] = []
+    closing = give_up("closing all pools", soak.problems)
     with contextlib.ExitStack() as stack:
+        stack.callback(closing.cancel)
         for name in names:
             try:
                 soak.parts.append(stack.enter_context(opened(name)))
@@ -583,7 +617,8 @@ def run(names: list[str], minutes: float, seed: int, folder: Path) -> list[str]:
             except pytest.skip.Exception as missing:
                 print(f"{name} is left out: {missing.msg}", flush=True)
         assert soak.parts, "no provider is there"
-        chance = random.Random(seed)
+        stack.callback(closing.start)
+        chance = random.Random(soak.seed)
         began = told = time.monotonic()
         while time.monotonic() - began < 60 * minutes:
             try:
@@ -592,13 +627,13 @@ def run(names: list[str], minutes: float, seed: int, folder: Path) -> list[str]:
                 soak.problems.append(str(problem))
                 traceback.print_exc()
                 break
-            found = counts(folder)
+            found = counts(soak.folder)
             if min(part.rounds for part in soak.parts) >= WARM_ROUNDS:
                 samples.append(found)
             if time.monotonic() - told >= 60:
                 told = time.monotonic()
                 print(f"minute {(told - began) / 60:.0f}: {soak.line(found)}", flush=True)
-        print(f"end: {soak.line(counts(folder))}", flush=True)
+        print(f"end: {soak.line(counts(soak.folder))}", flush=True)
     third = len(samples) // 3
     if third < 2:
         return [*soak.problems, f"only {len(samples)} rounds after warming up: give it more time"]
@@ -635,13 +670,17 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1)
     # Each look whether all is well reads a value of a device.
     warnings.filterwarnings("ignore", "this loop waits", UserWarning)
-    problems = run(names, told.minutes, seed, folder)
+    soak = Soak(seed, folder)
+    problems = run(soak, names, told.minutes)
     with contextlib.suppress(pytest.fail.Exception):
         wait_until(lambda: not remains(folder), what="the end of everything")
     problems += [f"left behind: {each}" for each in remains(folder)]
     shutil.rmtree(folder, ignore_errors=True)
     print("\n".join(problems) or "all flat, nothing left", flush=True)
-    return 1 if problems else 0
+    status = 1 if problems else 0
+    if any(each.is_alive() for each in soak.threads):
+        end_now(status)
+    return status
 
 
 if __name__ == "__main__":
