@@ -211,6 +211,8 @@ class Wire:
         self.silent = False
         """Nothing arrives any more, and nobody is told; see `silence`."""
         self.is_cut = False
+        self.tears = False
+        """Whether it is cut when more arrives, of which a part still does."""
 
     def other(self, end: Socket) -> Socket:
         return self.ends[1] if end is self.ends[0] else self.ends[0]
@@ -237,7 +239,12 @@ class Wire:
                     self.network.reset(end)
                 return
             assert other.incoming is not None
-            other.incoming.put(data)
+            if self.tears:
+                other.incoming.put(data[: self.kernel.random.randrange(len(data))])
+                self.kernel.at(self.kernel.now + self.network.seconds, self.cut)
+                self.silent = True
+            else:
+                other.incoming.put(data)
             other.changed.wake()
 
         self.later(end, arrive)
@@ -302,7 +309,14 @@ class Wire:
         """Break it: what is under way is lost, perhaps in the middle of a frame."""
         self.is_cut = True
         for end in self.ends:
-            end.fail(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
+            self.network.reset(end)
+
+    def cut_at(self, end: Socket, seconds: float) -> None:
+        """Break it for one end now, and later for the other, which gets what is under way."""
+        self.finished.add(end)
+        self.refused.add(end)
+        self.network.reset(end)
+        self.kernel.at(self.kernel.now + seconds, self.cut)
 
 
 class Network:

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 from .kernel import Process, Stuck
+from .network import Wire
 from .world import World
 
 END_SECONDS = 700.0
@@ -153,10 +154,10 @@ class Scenario:
             if wires:
                 wire = self.random.choice(wires)
                 done = f"{kind} {wire.ends[0].host} to {wire.ends[1].host}"
-                if kind == "cut":
-                    wire.cut()
-                else:
+                if kind == "silence":
                     wire.silence()
+                else:
+                    done += self._cut(wire)
         else:
             host = self.random.choice(self._hosts())
             done = f"{kind} {host}"
@@ -169,6 +170,17 @@ class Scenario:
             self.counts[kind] += 1
             self.faults[self.fault] = done
             kernel.note(f"FAULT {self.fault}: {done}")
+
+    def _cut(self, wire: Wire) -> str:
+        """Cut a connection in one of three ways; says in which."""
+        way = self.random.choice(("at once", "when more arrives", "at one end first"))
+        if way == "at once":
+            wire.cut()
+        elif way == "when more arrives":
+            wire.tears = True
+        else:
+            wire.cut_at(self.random.choice(wire.ends), self.random.choice((0.001, 0.1, 5.0)))
+        return f", {way}"
 
     def _hosts(self) -> list[str]:
         """The hosts that may be out of reach."""
