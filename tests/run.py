@@ -403,7 +403,7 @@ def new_folder() -> Path:
     """A folder for the logs and reports of this run; those of earlier runs stay for a day."""
     for left in REPORTS.glob("*/"):
         if time.time() - left.stat().st_mtime > KEPT_SECONDS:
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)
     folder = REPORTS / str(os.getpid())
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
