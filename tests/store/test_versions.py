@@ -350,10 +350,16 @@ def test_the_collector_removes_old_marks_but_the_highest(
     assert store.save_model({"x": 1}, "m").version == 4
 
 
+@pytest.mark.parametrize("older_than", [None, 0, -60])
 @pytest.mark.parametrize("deleted", ["last", "each", "first"])
 def test_a_number_that_was_used_and_deleted_meanwhile_is_not_used_again(
-    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch, deleted: str
+    store: sky.ModelStore,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    deleted: str,
+    older_than: float | None,
 ) -> None:
+    """Also if the collector runs in between, and spares no young files."""
     last_number = Catalog.last_number
 
     def meanwhile(catalog: Catalog, name: str) -> int:
@@ -366,6 +372,8 @@ def test_a_number_that_was_used_and_deleted_meanwhile_is_not_used_again(
                 other.delete("m")
         if deleted != "each":
             other.delete("m", version=None if deleted == "last" else 1)
+        if older_than is not None:
+            other.gc(older_than)
         return found
 
     monkeypatch.setattr(Catalog, "last_number", meanwhile)

@@ -243,7 +243,7 @@ class Catalog:
                 named.update(object_path(name) for name in self._leased(entry.path))
         self._mark(named, seen)
         freed = 0
-        for entry in [*old, *self._old_marks(now - older_than)]:
+        for entry in [*old, *self._old_marks(now - max(older_than, GRACE))]:
             abandoned = not entry.path.startswith("saves/") or entry.modified < now - GRACE
             if entry.path not in named and abandoned:
                 self.files.delete(entry.path)

@@ -240,7 +240,8 @@ class ModelStore:
         """Delete the files that no version names, and return how many bytes they had.
 
         Files younger than `older_than` seconds stay, because a running save may be about to name
-        them: give less than the default of a day only while nobody saves.
+        them: give less than the default of a day only while nobody saves. The marks of deleted
+        versions, and the leases of saves, stay for a day in any case.
         """
         if isinstance(older_than, bool) or not isinstance(older_than, int | float):
             raise ConfigurationError(
