@@ -47,9 +47,11 @@ def test_a_full_disk_costs_the_save_and_nothing_else(small_disk: Path) -> None:
     assert store.load_model("m", version=1)["x"].shape == (100_000,)
 
 
+@pytest.mark.parametrize("removable", [True, False])
 def test_a_version_whose_name_does_not_reach_the_disk_is_not_published(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, removable: bool
 ) -> None:
+    """A disk that does not remove the name either keeps it; the first error is the one to tell."""
     store = sky.ModelStore(folder, durable=True)
     store.save_model({"x": torch.ones(3)}, "m")
     sync = os.fsync
@@ -59,12 +61,21 @@ def test_a_version_whose_name_does_not_reach_the_disk_is_not_published(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(handle)
 
+    unlink = os.unlink
+
+    def broken(path: Path) -> None:
+        if path.parent == folder / "models" / "m":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        unlink(path)
+
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
+        if not removable:
+            patch.setattr(os, "unlink", broken)
         with pytest.raises(sky.errors.StoreFullError, match="make room"):
             store.save_model({"x": torch.zeros(3)}, "m")
 
-    assert [each.version for each in store.versions("m")] == [1]
+    assert [each.version for each in store.versions("m")] == ([1] if removable else [1, 2])
 
 
 def test_versions_can_be_deleted_on_a_full_disk(

@@ -141,7 +141,8 @@ class LocalFiles(Files):
     def link(self, descriptor: int, temporary: Path, path: str) -> bool:
         """Give a temporary file its name, unless another file has the name already.
 
-        After an error, the file does not have the name.
+        After an error, the name is removed again, as far as the disk lets us. Another process may
+        have seen it.
         """
         target = self._ready(descriptor, path)
         try:
@@ -151,7 +152,8 @@ class LocalFiles(Files):
         try:
             self._sync(target.parent)
         except OSError:
-            target.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                target.unlink(missing_ok=True)
             raise
         return True
 
