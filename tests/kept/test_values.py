@@ -12,6 +12,7 @@ import pytest
 
 import skyward as sky
 from skyward.closing import shut
+from skyward.nodes import host
 from skyward.wire.channel import ServiceConnection
 from skyward.worker import kept_values
 
@@ -115,6 +116,58 @@ def test_a_connection_that_is_cut_over_and_over_is_given_up_in_words(
         cut_services(compute, monkeypatch, 1, times=99)
         with pytest.raises(sky.NodeLostError, match=r"was lost 5 times while .* and call again"):
             compute.kept("whole")
+
+
+def test_a_connection_that_is_cut_while_it_is_made_is_made_again(
+    bench: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sky.attach(bench) as compute:
+        compute.keep("whole", [1])
+        left = refuse_services(monkeypatch, 2)
+        assert compute.kept("whole") == [1]
+        assert left == [0]
+        left[:] = [2]
+        assert "whole" in [each.name for each in compute.kept_values()]
+        assert left == [0]
+        left[:] = [2]
+        compute.keep("whole", [2])
+        assert left == [0]
+        assert compute.kept("whole") == [2]
+        left[:] = [2]
+        compute.forget("whole")
+        assert left == [0]
+        assert "whole" not in [each.name for each in compute.kept_values()]
+
+
+def test_a_node_that_serves_and_is_not_reached_is_not_passed_over(
+    bench: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sky.attach(bench) as compute:
+        compute.keep("whole", [1])
+        with monkeypatch.context() as patch:
+            refuse_services(patch, 99)
+            for ask in (
+                compute.kept_values,
+                lambda: compute.forget("whole"),
+                lambda: compute.kept("whole"),
+            ):
+                with pytest.raises(sky.NodeLostError, match=r"lost 5 times .*cut while .* again"):
+                    ask()
+        assert compute.kept("whole") == [1]
+
+
+def refuse_services(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """Cut the next connections for kept values while they are made; gives how many are left."""
+    real, left = host.connect, [times]
+
+    def connect(endpoint: str, hello: Any, *arguments: Any, **more: Any) -> Any:
+        if hello.role == "service-values" and left[0] > 0:
+            left[0] -= 1
+            raise ConnectionResetError("cut while it was made")
+        return real(endpoint, hello, *arguments, **more)
+
+    monkeypatch.setattr(host, "connect", connect)
+    return left
 
 
 def cut_services(

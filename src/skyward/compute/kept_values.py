@@ -52,7 +52,13 @@ class KeptValue:
 
 
 class _CutError(NodeLostError):
-    """The connection to a node's agent was lost in the middle of a conversation."""
+    """The connection to a node's agent was lost, or not made, though the node serves."""
+
+    def __init__(self, problem: BaseException) -> None:
+        super().__init__(
+            f"the connection to the node was lost {ATTEMPTS} times while it was asked for kept "
+            f"values ({problem}); see `compute.nodes`, and call again"
+        )
 
 
 class KeptValues:
@@ -72,7 +78,7 @@ class KeptValues:
                 self._ask(other, "forget", name=name)
 
     def _keep(self, name: str, value: object, devices: list[int], node: int, kind: str) -> None:
-        with self._fleet.service(node, "values") as service:
+        with self._service(node) as service:
             number, path = _answer(service, "begin")
             on_device = _encode(value, devices[0]) if devices else None
             if on_device is None:
@@ -94,7 +100,9 @@ class KeptValues:
     def _get(self, name: str) -> Any:
         for node in self._serving():
             try:
-                service = self._fleet.service(node, "values")
+                service = self._service(node)
+            except _CutError:
+                raise
             except NodeLostError:
                 continue
             # The value stays as it is as long as the connection is open.
@@ -145,13 +153,24 @@ class KeptValues:
     def _serving(self) -> list[int]:
         return [view.node for view in self._fleet.views() if view.state == "ready"]
 
+    def _service(self, node: int) -> ServiceConnection:
+        """A connection to a node's agent; `_CutError` if there is none though the node serves."""
+        try:
+            return self._fleet.service(node, "values")
+        except NodeLostError as problem:
+            if node in self._serving():
+                raise _CutError(problem.__cause__ or problem) from problem
+            raise
+
     def _ask(self, node: int, what: str, **arguments: Any) -> Any:
         def ask() -> Any:
-            with self._fleet.service(node, "values") as service:
+            with self._service(node) as service:
                 return _answer(service, what, **arguments)
 
         try:
             return self._converse(ask)
+        except _CutError:
+            raise
         except NodeLostError:
             # Its values are lost with it.
             return None
@@ -221,10 +240,7 @@ def _answer(service: ServiceConnection, what: str, **arguments: Any) -> Any:
     try:
         return service.ask(what, **arguments)
     except (OSError, EOFError) as problem:
-        raise _CutError(
-            f"the connection to the node was lost {ATTEMPTS} times while it was asked for kept "
-            f"values ({problem}); see `compute.nodes`, and call again"
-        ) from problem
+        raise _CutError(problem) from problem
 
 
 def _check_there(name: str, node: int, found: dict[str, Any]) -> None:
