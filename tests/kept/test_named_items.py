@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,12 @@ from skyward.calls.task import Failed, Streaming
 from skyward.compute import named
 from skyward.compute.named import AGAIN_SECONDS, NamedCalls
 from skyward.compute.runner import CallRunner, NamedRun, Settled, write_items
-from skyward.errors import PoolClosedError, WorkerDiedError
+from skyward.errors import NodeLostError, WorkerDiedError
+from skyward.wire.channel import Channel, ServiceConnection
+from skyward.worker import output_log
 from skyward.worker.jobs import Job
+
+from ..conftest import PATIENCE
 
 CALL = Job("slow", "call", ["count"], 0.0, "")
 
@@ -168,19 +173,26 @@ def test_a_broadcast_that_is_cancelled_before_it_runs_again_has_a_result(tmp_pat
     assert (tmp_path / "result").exists()
 
 
-def test_a_call_whose_agent_is_gone_has_no_result(tmp_path: Path) -> None:
-    """The runner leaves the pool then, which is no answer to those who ask for the result."""
+def test_a_call_that_ends_because_its_agent_is_gone_has_no_result(tmp_path: Path) -> None:
+    """Whether its tasks fail before the runner knows that the agent is gone, or after."""
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(ServiceConnection(Channel(ours))) as agent:
+        runner = CallRunner(None, agent, tmp_path)  # type: ignore[arg-type]
+        before, after = (
+            NamedRun(None, name, tmp_path / name, str)  # type: ignore[arg-type]
+            for name in ("before", "after")
+        )
+        runner._runs = {"before": before, "after": after}
+        before._tasks = [SimpleNamespace()]  # type: ignore[list-item]
+        (tmp_path / "before").mkdir()
+        before._answered(0, Settled(0, 0, Failed.because(NodeLostError("its agent is gone"))))
+        theirs.shutdown(socket.SHUT_WR)
 
-    class Gone:
-        def next_reply(self) -> Any:
-            raise ConnectionResetError
+        with pytest.raises(EOFError):
+            runner.serve()
+        runner._run(after)
 
-    runner = CallRunner(None, Gone(), tmp_path)  # type: ignore[arg-type]
-    run = runner._runs["cut"] = NamedRun(None, "cut", tmp_path, str)  # type: ignore[arg-type]
-    run._tasks = [SimpleNamespace()]  # type: ignore[list-item]
-
-    with pytest.raises(ConnectionResetError):
-        runner.serve()
-    run._answered(0, Settled(0, 0, Failed.because(PoolClosedError("its client left the pool"))))
-
-    assert not (tmp_path / "result").exists()
+        theirs.settimeout(PATIENCE)
+        assert theirs.recv(1) == b"", "nothing was reported"
+    for name in ("before", "after"):
+        assert output_log.read(tmp_path / name / "result", 0, 100) == (0, b"")

@@ -237,6 +237,30 @@ def test_a_call_whose_runner_does_not_come_up_is_lost(kept: Jobs) -> None:
     assert (kept.get("run").state, kept.get("run").problem) == ("lost", problem)
 
 
+def test_what_came_of_a_call_can_be_read_once_the_call_is_reported(kept: Jobs) -> None:
+    job = call(kept, "run")
+    result = Path(job.folder, "result")
+    result.mkdir()
+    jobs.new_result(Path(job.folder)).write_bytes(b"items")
+    kept.report("run", "running", "", streams=False)
+    assert output_log.read(result, 0, 10) == (0, b"")
+    kept.report("run", "running", "", streams=True)
+    assert output_log.read(result, 0, 10) == (0, b"items")
+    kept.report("run", "done", "", streams=False)
+    assert output_log.read(result, 0, 10) == (0, b"items")
+    assert kept.get("run").state == "done"
+
+
+def test_a_call_whose_result_cannot_be_renamed_has_failed(kept: Jobs) -> None:
+    job = call(kept, "run")
+    new = jobs.new_result(Path(job.folder))
+    new.with_suffix("").mkdir(parents=True)
+    new.write_bytes(b"value")
+    kept.report("run", "done", "", streams=False)
+    assert kept.get("run").state == "failed"
+    assert kept.get("run").problem.startswith("its result could not be written: ")
+
+
 def test_ends_of_calls_are_told_once_and_also_that_one_is_gone(kept: Jobs) -> None:
     caller: Any = SimpleNamespace(node=SimpleNamespace(jobs=kept), looks=lambda: repeat(None))
     call(kept, "long")

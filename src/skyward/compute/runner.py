@@ -37,7 +37,16 @@ from skyward.objects.payloads import Pieces
 from skyward.wire.channel import ServiceConnection
 from skyward.worker import output_log
 from skyward.worker.failures import CHAIN_DEPTH, portable, text, type_name
-from skyward.worker.jobs import FOLDER, GIVEN, JOB, OUTPUT, OUTPUT_KEPT, RESULT, JobState
+from skyward.worker.jobs import (
+    FOLDER,
+    GIVEN,
+    JOB,
+    OUTPUT,
+    OUTPUT_KEPT,
+    RESULT,
+    JobState,
+    new_result,
+)
 from skyward.worker.output_log import OutputLog
 
 LINGER_SECONDS = 2.0
@@ -73,8 +82,6 @@ class NamedRun:
         self._ranks: Ranks | None = None
         """The tasks, if the call is a broadcast."""
         self.cancelled = False
-        self.abandoned = False
-        """Whether the agent is gone: how the call ends now is not what came of it."""
 
     def write(self, line: Output) -> None:
         """Keep a line that the call wrote."""
@@ -122,16 +129,12 @@ class NamedRun:
             log.close()
 
     def _write(self, found: list[Settled]) -> None:
-        if self.abandoned:
-            return
-        log = output_log.only_file(self._folder / RESULT)
-        new = log.with_suffix(".new")
+        new = new_result(self._folder)
         try:
-            log.parent.mkdir(exist_ok=True)
+            new.parent.mkdir(exist_ok=True)
             with new.open("wb") as file:
                 first = first_failed([each.answer for each in found])
                 write(file, found, everywhere=self._everywhere, first=first)
-            new.rename(log)
         except OSError as problem:
             self._unwritten = problem
 
@@ -304,18 +307,13 @@ class CallRunner:
     def serve(self) -> None:
         """Run calls until the agent lets this process go."""
         self._wait_to_leave()
-        try:
+        # Closed at the end: what a call ends with because this client leaves is not reported.
+        with self._agent:
             while "leave" not in (order := self._agent.next_reply().value):
                 if "run" in order:
                     self._begin(order["run"])
                 elif (run := self._runs.get(order["cancel"])) is not None:
                     run.cancel()
-        except (EOFError, OSError):
-            # This client leaves the pool, and its calls end. They are lost, which the agent notes.
-            with self._lock:
-                for run in self._runs.values():
-                    run.abandoned = True
-            raise
 
     def _begin(self, name: str) -> None:
         run = NamedRun(self._fleet, name, self._folder / name, self._report_stream)
@@ -335,9 +333,9 @@ class CallRunner:
         with self._lock:
             del self._runs[run.name]
             idle = not self._runs
-        if run.abandoned:
-            return
-        self._report(run.name, state, problem)
+        # Without this agent the call is lost, which the next one notes.
+        with contextlib.suppress(OSError):
+            self._report(run.name, state, problem)
         if idle:
             self._wait_to_leave()
 

@@ -3,8 +3,8 @@
 Most jobs are commands, each in the care of a `program`. A call by name is a job, too: the runner, a
 client of the pool on its head node and a job itself, runs it. Each job has a folder. `job.json` is
 the job as it was last, `given` what came with it (files, or the encoded call), `work` the files,
-`output` the log of what it has written, `result` what came of a call, and `stream-0` the items of a
-generator. A job lives as long as its agent.
+`output` the log of what it has written, `result` what came of a call, once the agent was told that
+it can be read, and `stream-0` the items of a generator. A job lives as long as its agent.
 """
 
 from __future__ import annotations
@@ -561,6 +561,11 @@ class Jobs:
             if name not in self._live:
                 return
             job = self._jobs[name]
+            if streams or state not in LIVE:
+                try:
+                    _publish(Path(job.folder))
+                except OSError as failure:
+                    state, problem = "failed", f"its result could not be written: {failure}"
             if state not in LIVE:
                 self._end(job, state, problem)
                 return
@@ -617,6 +622,21 @@ class Jobs:
         # If the runner is gone, its end as a job is noted.
         with contextlib.suppress(OSError):
             self._orders.send(Reply(order, more=True))
+
+
+def new_result(folder: Path) -> Path:
+    """Where a runner writes what came of a call.
+
+    It becomes the result when the runner reports the call: a runner that loses its agent sees its
+    tasks fail for that, which is not what came of them.
+    """
+    return output_log.only_file(folder / RESULT).with_suffix(".new")
+
+
+def _publish(folder: Path) -> None:
+    """Let clients read what came of a call, if the runner has written it and they cannot yet."""
+    with contextlib.suppress(FileNotFoundError):
+        new_result(folder).rename(output_log.only_file(folder / RESULT))
 
 
 def environment_of(config: AgentConfig, compute_pool: str = "") -> dict[str, str]:
