@@ -104,6 +104,7 @@ class Incoming:
         self, views: Sequence[memoryview], told: Callable[[int], None] = lambda done: None
     ) -> None:
         """Read until the views are full; calls `told` now and then with the bytes read."""
+        self._connections.reader = threading.get_ident()
         before = 0
         for view in views:
             self._fill(view, before, told)
