@@ -8,6 +8,7 @@ same run.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import heapq
@@ -30,6 +31,8 @@ FIRST_DESCRIPTOR = 100_000
 """Simulated descriptors are numbered from here: smaller ones are files of the real system."""
 PAUSES = 16
 """A thread pauses in one of so many calls of the kernel's, though it could go on."""
+LAGS = (0.0005, 0.005, 0.05, 0.3)
+"""So long a thread at most waits for a processor of a busy machine."""
 SWITCHED = ("argv", "orig_argv", "stdin", "stdout", "stderr", "path", "excepthook")
 """What each process has of its own in the module `sys`."""
 
@@ -115,6 +118,15 @@ class Kernel:
         self.abandoned: list[greenlet] = []
         """Threads of killed processes: they must not be collected, which would run their ends."""
         self.pausing = True
+        self.pauses = float(PAUSES)
+        self.lag = 0.0
+        """In how many of its pauses a thread goes on only later: the machine is busy."""
+        self.moments: dict[str, list[tuple[int, int, Callable[[], None]]]] = {}
+        """What is to be done when so many moments of a kind have passed."""
+        self.passed: collections.Counter[str] = collections.Counter()
+        """How many moments of each kind have passed."""
+        self.yields = False
+        """Whether the next call of the kernel's lets others go on: something happens now."""
         self.is_private: Callable[[str], bool] = lambda name: False
         """Whether each process has a module of that name of its own."""
         self.common: Set[str] = frozenset()
@@ -174,13 +186,47 @@ class Kernel:
         thread = self.current
         if thread is None:
             return
+        if self._gave_way(thread) or thread.process.pending or thread.thrown is not None:
+            self.interrupt(thread)
+
+    def give_way(self) -> None:
+        """The same at the end of a call: nothing is raised between it and its result."""
+        if self.current is not None:
+            self._gave_way(self.current)
+
+    def _gave_way(self, thread: Thread) -> bool:
         self.now += 2e-6
-        if self.pausing and self.random.random() * PAUSES < 1:
+        if "call" in self.moments:
+            self.moment("call")
+        if not self.yields and not (self.pausing and self.random.random() * self.pauses < 1):
+            return False
+        self.yields = False
+        if self.lag and self.random.random() < self.lag:
+            until = self.now + self.random.random() * self.random.choice(LAGS)
+            self.at(until, lambda: self.make_ready(thread))
+            while self.now < until:
+                self.hub.switch()
+        else:
             self.make_ready(thread)
             self.hub.switch()
-            self.interrupt(thread)
-        elif thread.process.pending or thread.thrown is not None:
-            self.interrupt(thread)
+        return True
+
+    def after(self, kind: str, count: int, action: Callable[[], None]) -> None:
+        """Do something when so many more moments of a kind have passed.
+
+        There are "call", of any simulated thread, "send" and "connect", between hosts, "start" and
+        "end", of processes.
+        """
+        waiting = self.moments.setdefault(kind, [])
+        heapq.heappush(waiting, (self.passed[kind] + count, next(self.count), action))
+
+    def moment(self, kind: str) -> None:
+        """Something of a kind happens: do what was to be done then, before the thread goes on."""
+        self.passed[kind] += 1
+        waiting = self.moments.get(kind)
+        while waiting and waiting[0][0] <= self.passed[kind]:
+            self.at(self.now, heapq.heappop(waiting)[2])
+            self.yields = self.current is not None
 
     def interrupt(self, thread: Thread) -> None:
         """Run the signal handlers of a process on its main thread; raise what is to be raised."""
@@ -289,6 +335,7 @@ class Kernel:
         self.processes[process.pid] = process
         self.living += 1
         process.main = self.thread(process, lambda: self.start(process, None))
+        self.moment("start")
         return process
 
     @contextlib.contextmanager
@@ -361,6 +408,7 @@ class Kernel:
             return
         self.note(f"process {process.pid} ({process.name}) ends with {status}")
         process.dead = True
+        self.moment("end")
         self.living -= 1
         process.status = status
         self.abandoned += [thread.green for thread in process.threads]

@@ -17,6 +17,8 @@ RETRANSMIT_SECONDS = 924.0
 """So long Linux sends again what nobody acknowledges."""
 # Plain numbers: to combine members of an enum costs more than the call.
 MSG_WAITALL, MSG_PEEK, MSG_DONTWAIT = map(int, (real.MSG_WAITALL, real.MSG_PEEK, real.MSG_DONTWAIT))
+MIN_RTT_AT = 148
+"""Where Linux puts the shortest round trip, in microseconds, in `struct tcp_info`."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1", "")
 
 
@@ -211,11 +213,23 @@ class Wire:
         self.silent = False
         """Nothing arrives any more, and nobody is told; see `silence`."""
         self.is_cut = False
+        self.is_broken = False
         self.tears = False
         """Whether it is cut when more arrives, of which a part still does."""
 
+    @property
+    def is_far(self) -> bool:
+        """Whether it is between two hosts."""
+        return self.ends[0].host != self.ends[1].host
+
     def other(self, end: Socket) -> Socket:
         return self.ends[1] if end is self.ends[0] else self.ends[0]
+
+    def breaks(self) -> None:
+        """Note that it carries no more, at least not for both ends."""
+        self.network.broken += not self.is_broken
+        self.network.broken_at = self.kernel.now
+        self.is_broken = True
 
     def later(self, end: Socket, action: Any) -> None:
         """Do something when what this end has sent so far has arrived."""
@@ -225,6 +239,7 @@ class Wire:
 
     def send(self, end: Socket, data: bytes) -> None:
         other = self.other(end)
+        self.kernel.moment("send")
         assert end.outgoing is not None
         # The room of a sender is what the other end has not read yet.
         end.outgoing.size -= len(data)
@@ -253,6 +268,7 @@ class Wire:
 
     def silence(self) -> None:
         """Let nothing arrive any more; the ends notice as kernels do."""
+        self.breaks()
         self.silent = True
         for end in self.ends:
             if self.flying[end]:
@@ -307,12 +323,14 @@ class Wire:
 
     def cut(self) -> None:
         """Break it: what is under way is lost, perhaps in the middle of a frame."""
+        self.breaks()
         self.is_cut = True
         for end in self.ends:
             self.network.reset(end)
 
     def cut_at(self, end: Socket, seconds: float) -> None:
         """Break it for one end now, and later for the other, which gets what is under way."""
+        self.breaks()
         self.finished.add(end)
         self.refused.add(end)
         self.network.reset(end)
@@ -329,6 +347,10 @@ class Network:
         self.unreachable: set[str] = set()
         """Hosts that nobody reaches, and that reach nobody."""
         self.ports = iter(range(20_000, 60_000))
+        self.broken = 0
+        """How many connections were cut or fell silent."""
+        self.broken_at = 0.0
+        """When the last of them did."""
 
     def delay(self, wire: Wire) -> float:
         """How long the next bytes take."""
@@ -344,9 +366,7 @@ class Network:
         self.wires = [
             wire
             for wire in self.wires
-            if not wire.is_cut
-            and wire.ends[0].host != wire.ends[1].host
-            and any(end.references for end in wire.ends)
+            if not wire.is_cut and wire.is_far and any(end.references for end in wire.ends)
         ]
         return self.wires
 
@@ -412,6 +432,8 @@ class Network:
         end.peer_address = (target, port)
         wire = self._join(end, there, Wire)
         self.wires.append(wire)
+        if target != end.host:
+            self.kernel.moment("connect")
 
     def _join_later(self, end: Socket, target: str, port: int) -> None:
         def arrive() -> None:
@@ -695,6 +717,9 @@ def socket_class(kernel: Kernel, network: Network) -> type:
                 seconds, micros = struct.unpack("ll", value[0])
                 file.timeouts[option] = seconds + micros / 1e6
             file.options[level, option] = value[0]
+            if file.wire is not None and file.wire.silent and level == real.IPPROTO_TCP:
+                # The kernel probes at the new times.
+                file.wire.silence()
 
         def getsockopt(self, level: int, option: int, size: int = 0) -> Any:
             file = self._file()
@@ -707,6 +732,11 @@ def socket_class(kernel: Kernel, network: Network) -> type:
                 )
             if level == real.SOL_SOCKET and option in (real.SO_SNDBUF, real.SO_RCVBUF):
                 return PIPE_SIZE
+            if (level, option) == (real.IPPROTO_TCP, real.TCP_INFO) and file.wire is not None:
+                information = bytearray(max(size, MIN_RTT_AT + 4))
+                trip = 2e6 * network.seconds if file.wire.is_far else 30.0
+                struct.pack_into("I", information, MIN_RTT_AT, int(trip))
+                return bytes(information[:size])
             if size:
                 return bytes(size)
             return file.options.get((level, option), 0)
@@ -714,7 +744,9 @@ def socket_class(kernel: Kernel, network: Network) -> type:
         def recv(self, size: int, flags: int = 0) -> bytes:
             file, until = self._file(), self._until()
             if not flags & MSG_WAITALL:
-                return file.read_some(size, flags, until)
+                found = file.read_some(size, flags, until)
+                kernel.give_way()
+                return found
             found = b""
             while len(found) < size:
                 part = file.read_some(size - len(found), flags, until)
@@ -770,13 +802,16 @@ def socket_class(kernel: Kernel, network: Network) -> type:
             return [(real.SOL_SOCKET, real.SCM_RIGHTS, array.array("i", numbers).tobytes())]
 
         def send(self, data: Any, flags: int = 0) -> int:
-            return self._file().write_some(memoryview(data).cast("B"), flags, self._until())
+            done = self._file().write_some(memoryview(data).cast("B"), flags, self._until())
+            kernel.give_way()
+            return done
 
         def sendall(self, data: Any, flags: int = 0) -> None:
             view, until = memoryview(data).cast("B"), self._until()
             while view:
                 done = self._file().write_some(view, flags, until)
                 view = view[done:]
+            kernel.give_way()
 
         def sendmsg(
             self, buffers: Any, ancillary: Any = (), flags: int = 0, address: Any = None
@@ -799,7 +834,9 @@ def socket_class(kernel: Kernel, network: Network) -> type:
                 assert file.outgoing is not None
                 mark = (file.outgoing.given, given)
                 file.outgoing.attached.append(mark)
-            return file.write_some(memoryview(data), flags, self._until())
+            done = file.write_some(memoryview(data), flags, self._until())
+            kernel.give_way()
+            return done
 
     BaseSocket.__name__ = "socket"
     return BaseSocket

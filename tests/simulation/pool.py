@@ -122,7 +122,8 @@ class Pool(Scenario):
                 self._operation(sky, compute)
             took = self.kernel.now - began
             late = NOTICE_SECONDS * len(self.faults)
-            if self.is_prompt and not self.kinds - HARMLESS and took > self.longest + late:
+            is_prompt = self.is_prompt and not self.kernel.lag
+            if is_prompt and not self.kinds - HARMLESS and took > self.longest + late:
                 self._says(f"a call took {took:.1f} s")
             time.sleep(self.random.choice(self.pauses))
 

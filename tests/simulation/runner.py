@@ -36,7 +36,7 @@ FOUND = 3
 SHRINK_RUNS, SHRINK_SECONDS = 40, 60.0
 """How often, and how long, a seed that failed is run again without some of its faults."""
 COMMAND = "python -m tests.simulation"
-SCENARIOS = {"pool": 6, "cloud": 2, "shared": 2, "store": 2, "jobs": 1, "many": 1}
+SCENARIOS = {"pool": 6, "cloud": 2, "shared": 2, "store": 2, "jobs": 1, "many": 1, "links": 4}
 """How often each is chosen."""
 
 

@@ -20,6 +20,8 @@ END_SECONDS = 700.0
 """So long after its clients have left or died, nothing is left of a pool."""
 MOST_SECONDS = 10_000.0
 """A client that is still there then hangs."""
+MOMENTS = {"call": (30, 300, 3000), "send": (3, 30, 300), "connect": (2, 10), "start": (2, 6)}
+"""Of which events of a run faults come at the n-th, and up to which n."""
 HARMLESS = frozenset(("clock", "cut", "silence"))
 """Faults that a call may notice by no more than a delay."""
 
@@ -31,6 +33,8 @@ class Scenario:
     """The names of processes that are faults of their own kind: they are killed."""
     stopped: tuple[str, ...] = ()
     """The names of processes that may stop for a while."""
+    spans: tuple[float, ...] = (0.002, 0.01, 0.05, 0.3, 1.0, 5.0, 20.0, 100.0)
+    """Within how many seconds the next fault comes, if it does not wait for a moment."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
@@ -47,6 +51,10 @@ class Scenario:
         """The name of the fault that comes now."""
         self.over = False
         """Whether nothing goes wrong any more."""
+        self.earliest = 1000.0 + self.kernel.wall
+        """The earliest time of the wall clock in this run."""
+        self.longest_ahead = 0.0
+        """How far it has been after that time at most, at a jump."""
         self.failing: list[str] = []
         """The errors that the next writes of files meet."""
         self.seed = seed
@@ -55,11 +63,17 @@ class Scenario:
         self.faults: dict[str, str] = {}
         """What went wrong, by the names of the faults."""
         world.begin(seed)
+        self._choose_order(Random(f"order {seed}"))
         world.machinery.disk.check = self._disk
 
     def run(self) -> None:
         """Run what the scenario is of, and check what must hold."""
         raise NotImplementedError
+
+    def _choose_order(self, random: Random) -> None:
+        """Choose how often threads pause in this run, and whether its machines are busy."""
+        self.kernel.pauses = random.choice((4.0, 16.0, 16.0, 64.0))
+        self.kernel.lag = random.choice((0.0, 0.0, 0.03, 0.2))
 
     def _choose_faults(self) -> None:
         """Have one or two kinds of faults in most runs."""
@@ -88,7 +102,12 @@ class Scenario:
             if times.random() < 0.7:
                 self._plan_fault(times, row, number + 1)
 
-        self._at_random(times, come)
+        if times.random() < 0.5:
+            self._at_random(times, come)
+        else:
+            # In the middle of something, and not only while all wait.
+            kind = times.choice(list(MOMENTS))
+            self.kernel.after(kind, times.randint(1, times.choice(MOMENTS[kind])), come)
 
     def _await(self, process: Process) -> None:
         """Let the world go on until a process has ended."""
@@ -122,7 +141,7 @@ class Scenario:
         self._at_random(self.random, action)
 
     def _at_random(self, random: Random, action: Callable[[], None]) -> None:
-        seconds = random.choice((0.002, 0.01, 0.05, 0.3, 1.0, 5.0, 20.0, 100.0))
+        seconds = random.choice(self.spans)
         self.kernel.at(self.kernel.now + random.random() * seconds, action)
 
     def _fault(self) -> None:
@@ -143,6 +162,8 @@ class Scenario:
         elif kind == "clock":
             seconds = self.random.choice((-86400.0, -60.0, 5.0, 3600.0))
             kernel.wall += seconds
+            self.earliest = min(self.earliest, kernel.now + kernel.wall)
+            self.longest_ahead = max(self.longest_ahead, self.ahead)
             done = f"the wall clock jumps by {seconds:g} s"
         elif kind == "disk":
             count = self.random.choice((1, 1, 3, 20))
@@ -170,6 +191,11 @@ class Scenario:
             self.counts[kind] += 1
             self.faults[self.fault] = done
             kernel.note(f"FAULT {self.fault}: {done}")
+
+    @property
+    def ahead(self) -> float:
+        """How far the wall clock is after its earliest time."""
+        return self.kernel.now + self.kernel.wall - self.earliest
 
     def _cut(self, wire: Wire) -> str:
         """Cut a connection in one of three ways; says in which."""
