@@ -35,7 +35,7 @@ class Step:
     is_answered: bool = False
     """Whether who reads it sends one of the same size back."""
     follows: tuple[str, int] | None = None
-    """A message of another link that must have come before a task of this one begins."""
+    """Another message, which must have come before the task of this one begins."""
 
 
 Task = tuple[str, int, Step]
@@ -100,8 +100,7 @@ class Links(Scenario):
         self.window = random.choice((4_000, 20_000, 100_000, 8 << 20))
         """How many uncounted bytes are kept at most; an end sends its count after an eighth."""
         self.plans = [self._plan(number) for number in range(random.choice((1, 1, 2, 3)))]
-        if len(self.plans) > 1:
-            self._follow(self.plans[0], self.plans[1])
+        self._follow(self.plans[0], self.plans[-1])
         self.given_up = False
         self.calm = self.kernel.now
         """Since when nothing goes wrong."""
@@ -142,13 +141,14 @@ class Links(Scenario):
         return Plan(number, readers, patient, writers)
 
     def _follow(self, one: Plan, other: Plan) -> None:
-        """Have some messages of one link need some of another, as calls need bytes beside them."""
+        """Have some messages of a link need others, as calls need bytes that come beside them."""
         if one.readers["worker"] != "tasks":
             return
         for writer in one.writers["client"]:
             for step in writer.steps:
-                if other.writers["client"] and self.random.random() < 0.3:
-                    before = self.random.choice(other.writers["client"])
+                if self.random.random() < 0.3:
+                    # Of the same link, too: what was lost on the way is sent again there.
+                    before = self.random.choice([*one.writers["client"], *other.writers["client"]])
                     step.follows = before.name, self.random.randrange(len(before.steps))
 
     # The run.

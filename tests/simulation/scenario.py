@@ -76,11 +76,11 @@ class Scenario:
         self.kernel.lag = random.choice((0.0, 0.0, 0.03, 0.2))
 
     def _choose_faults(self) -> None:
-        """Have one or two kinds of faults in most runs."""
+        """Have one to three kinds of faults in most runs: some things break by two together."""
         if self.random.random() < 0.75:
             kinds = [*self.killed, "stop", "clock", "disk"]
             kinds += ["cut", "cut", "cut", "silence", "partition"] if self.world.hosts else []
-            self.kinds = {self.random.choice(kinds) for _ in range(self.random.randint(1, 2))}
+            self.kinds = {self.random.choice(kinds) for _ in range(self.random.randint(1, 3))}
 
     def _begin_faults(self) -> None:
         for row in range(self.random.randint(1, 6) if self.kinds else 0):
