@@ -15,9 +15,11 @@ from .world import World
 
 NOTICE_SECONDS = 11.0
 """How soon a connection that is lost without a word is noticed."""
+GRACE_SECONDS = (1.0, 2.0)
+"""So long a call that was cancelled may go on before its process is killed."""
 OPERATIONS = (
     *("call", "futures", "futures", "gather", "broadcast", "stream", "fail", "timeout"),
-    *("nested", "counter", "counter"),
+    *("nested", "counter", "counter", "stubborn"),
 )
 
 
@@ -197,6 +199,8 @@ class Pool(Scenario):
                 self.counts["timeouts"] += 1
             else:
                 self._says(f"call {number} should have timed out")
+        elif kind == "stubborn":
+            self._stubborn(sky, compute, number)
         elif kind == "nested":
             found = sky.function(work.nested)(number, seconds) >> compute
             self._result(number, (number, 0), found)
@@ -208,6 +212,26 @@ class Pool(Scenario):
                 >> compute
             ):
                 self._result(number + at, (number + at, 1), each)
+
+    def _stubborn(self, sky: Any, compute: Any, number: int) -> None:
+        """A call that does not end when it is cancelled, about as long as that is waited for."""
+        random = self.random
+        grace = random.choice(GRACE_SECONDS)
+        late = random.choice((-1.0, 1.0)) * random.choice((0.002, 0.02, 0.2, 2.0)) * random.random()
+        count = random.randint(1, 6)
+        self.longest = 20.0
+        slow = sky.function(work.stubborn, timeout=1.0)(number, 1.0 + grace + late)
+        first = slow > compute
+        others = [sky.function(work.work)(number + at, 0.0, 1) for at in range(1, count)]
+        futures = [each > compute for each in others]
+        with self._watched(sky, f"call {number}"):
+            try:
+                first.result(timeout=MOST_SECONDS)
+            except sky.TaskTimeoutError:
+                self.counts["timeouts"] += 1
+        for at, future in enumerate(futures, 1):
+            with self._watched(sky, f"call {number + at}"):
+                self._result(number + at, (number + at, 0), future.result(timeout=MOST_SECONDS))
 
     def _result(self, number: int, wanted: Any, found: Any) -> None:
         if found != wanted:

@@ -75,6 +75,22 @@ def work(number: int, seconds: float, lines: int, payload: bytes = b"") -> tuple
     return number, len(payload)
 
 
+def stubborn(number: int, seconds: float) -> tuple[int, int]:
+    """Go on for so long, whoever cancels it."""
+    import contextlib
+    import time
+
+    book = ledger()
+    book.began[number] += 1
+    book.written[number] = []
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(BaseException):
+            time.sleep(left)
+    book.finished[number] += 1
+    return number, 0
+
+
 def fail(number: int) -> None:
     """Raise an error of the user's own."""
     book = ledger()
