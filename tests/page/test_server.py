@@ -90,6 +90,13 @@ class Stream:
         self._connection.close()
 
 
+def shown(stream: Stream) -> Iterator[dict[str, Any]]:
+    """What a stream tells after the pool: what was there before comes with it, not as a change."""
+    told = iter(stream)
+    assert next(message for message in told if message.get("name") == "shown")
+    return told
+
+
 @pytest.fixture
 def stream(url: str) -> Iterator[Stream]:
     stream = Stream(url)
@@ -160,6 +167,7 @@ def test_a_crowd_without_the_token_takes_few_threads_and_ends_no_open_page(
     compute: sky.Compute, url: str, stream: Stream, eventually: Eventually
 ) -> None:
     """They say one byte each, and then nothing."""
+    told = shown(stream)
 
     def answering() -> int:
         return sum("process_request_thread" in each.name for each in threading.enumerate())
@@ -176,7 +184,7 @@ def test_a_crowd_without_the_token_takes_few_threads_and_ends_no_open_page(
         each.close()
     eventually(lambda: answering() <= before, what="the end of the crowd")
     double(4321) >> compute
-    assert any("doubling 4321" in json.dumps(each) for each in stream), "who has the token stays"
+    assert any("doubling 4321" in json.dumps(each) for each in told), "who has the token stays"
 
 
 def test_a_port_in_use_is_refused_with_the_next_step() -> None:
@@ -236,7 +244,7 @@ def test_the_nodes_are_measured_while_somebody_looks(stream: Stream) -> None:
 def test_one_who_comes_later_gets_what_was_logged_and_the_load_so_far(
     compute: sky.Compute, url: str, stream: Stream
 ) -> None:
-    told = iter(stream)
+    told = shown(stream)
     sky.log(later=0.5, step=3)
     rows = next(m["numbers"] for m in told if m["type"] == "changes" and m["numbers"])
     assert rows == [["later", None, None, 0, [[3, 0.5]], [3, 0.5]]]
@@ -326,7 +334,7 @@ def test_metrics_are_in_the_format_of_prometheus(
     failed = 'skyward_calls_total{pool="shown",outcome="failed"}'
     counted = 'skyward_call_seconds_bucket{pool="shown",le="+Inf"}'
     # What the client and the nodes have counted comes every few seconds.
-    eventually(lambda: (now := measured())[failed] == stats.failed and now[counted] >= 2)
+    eventually(lambda: (now := measured()).get(failed) == stats.failed and now[counted] >= 2)
     plain = measured()
     assert plain['skyward_calls_total{pool="shown",outcome="succeeded"}'] == stats.succeeded
     assert plain['skyward_nodes{pool="shown",state="ready"}'] == 2
@@ -404,6 +412,15 @@ def test_nobody_looks_means_no_events(eventually: Any) -> None:
         eventually(lambda: len(pool.events._sinks) == listened)
         assert not hub.pools
         assert hub._thread is None
+
+
+def test_metrics_that_are_asked_for_at_once_have_the_pool(compute: sky.Compute) -> None:
+    """Also while its nodes have not answered yet: a page is served as soon as there is a pool."""
+    hub = Hub(own=True)
+    hub.hold()
+    names = [pool["name"] for pool, _ in hub.measure()]
+    hub.close()
+    assert names == ["shown"]
 
 
 def test_a_pool_that_is_closed_is_watched_no_more(eventually: Any) -> None:

@@ -97,6 +97,8 @@ class Hub:
         self._turns = threading.Lock()
         """Held while the hub begins or ends."""
         self._thread: threading.Thread | None = None
+        self._began = 0.0
+        """When the hub began last."""
         self._woken = threading.Event()
         self._doors: dict[str, socket.socket] = {}
         self._readers: list[threading.Thread] = []
@@ -162,21 +164,28 @@ class Hub:
         From the first call on, the pools are watched all the time: else, each question would have
         to make connections of its own.
         """
-        if not self._held:
-            self.hold()
-            deadline = time.monotonic() + MEASURE_SECONDS
-            while (self._own or addresses() or records.names()) and time.monotonic() < deadline:
-                with self._lock:
-                    pools = list(self.pools.values())
-                if self._closed or (pools and all(pool.samples for pool in pools)):
-                    break
-                time.sleep(TICK_SECONDS)
+        self.hold()
+        deadline = time.monotonic() + MEASURE_SECONDS
+        while not self._closed and (now := time.monotonic()) < deadline:
+            with self._lock:
+                pools = list(self.pools.values())
+            # The hub may have begun with this question, or a pool have come just now.
+            news = [pool for pool in pools if now < pool.show_by + MEASURE_SECONDS - ANSWER_SECONDS]
+            is_known = all(pool.shown and pool.samples for pool in news)
+            may_come = now < self._began + MEASURE_SECONDS and self._has_pools()
+            if is_known if pools else not may_come:
+                break
+            time.sleep(TICK_SECONDS)
         with self._lock:
             for pool in self._shown():
                 pool.sample()
             self._tell_news()
             found = [(pool.snapshot(), pool.latest()) for pool in self._shown()]
         return [(snapshot, sample) for snapshot, sample in found if sample is not None]
+
+    def _has_pools(self) -> bool:
+        """Whether there are pools to hear of."""
+        return bool(self._own or addresses() or records.names())
 
     # Beginning and ending.
 
@@ -185,6 +194,7 @@ class Hub:
             return
         self._woken.clear()
         self._ended.clear()
+        self._began = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="skyward-page", daemon=True)
         self._thread.start()
         if self._own:
@@ -312,7 +322,7 @@ class Hub:
                     self._hide(pool)
             else:
                 pool.take(source, message)
-        if self._viewers and (kind != "node" or message.keys() - UNHURRIED):
+        if kind == "pool" or (self._viewers and (kind != "node" or message.keys() - UNHURRIED)):
             self._woken.set()
 
     # What is told.
