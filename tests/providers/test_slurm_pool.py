@@ -18,28 +18,37 @@ from .slurm_testbed import jobs, says
 from .training import device_losses, synchronised
 
 
-def _numbers() -> list[str]:
-    return [job.split()[0] for job in jobs()]
+def _numbers(pool: sky.Compute) -> list[str]:
+    """The numbers of a pool's jobs; the shared pool and one of a test may be there at once."""
+    of_pool = f" sky-{pool._open_fleet.id}"
+    return [job.split()[0] for job in jobs() if job.endswith(of_pool)]
 
 
-@pytest.fixture(scope="module")
-def pool(
-    slurm: str, sharing: Sharing, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[sky.Compute]:
-    """Two nodes with one GPU each, which is not really there."""
+def _two_nodes() -> sky.Compute:
+    """Nodes with one GPU each, which is not really there."""
+    return sky.Compute(
+        slurm_testbed.provider(partition="main", time="1:00:00"),
+        nodes=2,
+        accelerator=sky.accelerators.H100(),
+        plugins=[sky.plugins.torch()],
+        options=sky.Options(console=False, retries=2),
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("SKYWARD_STATE", str(tmp_path_factory.mktemp("state")))
         changed.setenv("SKYWARD_DEVICE", "cpu")
         changed.setenv("SLURM_NTASKS", "7")  # As where this process itself runs in a job.
-        compute = sky.Compute(
-            slurm_testbed.provider(partition="main", time="1:00:00"),
-            nodes=2,
-            accelerator=sky.accelerators.H100(),
-            plugins=[sky.plugins.torch()],
-            options=sky.Options(console=False, retries=2),
-        )
-        with sharing(compute):
-            yield compute
+        yield
+
+
+@pytest.fixture(scope="module")
+def pool(_variables: None, slurm: str, sharing: Sharing) -> Iterator[sky.Compute]:
+    """What tests share that leave the nodes as they are."""
+    with sharing(_two_nodes()) as compute:
+        yield compute
 
 
 @only_in_all
@@ -89,19 +98,20 @@ def slowly(began: str) -> str:
 
 @only_in_all
 def test_slurms_warning_lets_tasks_end_and_has_the_nodes_replaced(
-    pool: sky.Compute, tmp_path: Path, eventually: Callable[..., None]
+    slurm: str, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     """As before the end of the time limit: Slurm sends the signal to the job's script."""
-    (before,) = _numbers()
-    future = slowly(str(tmp_path / "began")) > pool
-    eventually(lambda: (tmp_path / "began").exists(), 60, "the task's start")
+    with _two_nodes() as pool:
+        (before,) = _numbers(pool)
+        future = slowly(str(tmp_path / "began")) > pool
+        eventually(lambda: (tmp_path / "began").exists(), 60, "the task's start")
 
-    says("scancel", "--batch", "--signal=USR1", before)
+        says("scancel", "--batch", "--signal=USR1", before)
 
-    assert future.result(100) in ("n1", "n2")
-    eventually(lambda: before not in _numbers(), 30, "the end of the first job")
-    eventually(lambda: all(node.state == "ready" for node in pool.nodes), 60, "two new nodes")
-    assert len(synchronised() @ pool) == 2
+        assert future.result(100) in ("n1", "n2")
+        eventually(lambda: before not in _numbers(pool), 30, "the end of the first job")
+        eventually(lambda: all(node.state == "ready" for node in pool.nodes), 60, "two new nodes")
+        assert len(synchronised() @ pool) == 2
 
 
 @only_in_all
@@ -109,9 +119,12 @@ def test_device_training_on_a_node(pool: sky.Compute) -> None:
     assert device_losses(pool.device("cpu", node=1)) == device_losses("cpu")
 
 
-def test_a_job_gives_back_the_nodes_that_leave(
-    pool: sky.Compute, eventually: Callable[..., None]
-) -> None:
-    pool.resize(1)
+def test_a_job_gives_back_the_nodes_that_leave(slurm: str, eventually: Callable[..., None]) -> None:
+    options = sky.Options(console=False)
+    with sky.Compute(slurm_testbed.provider(), nodes=2, options=options) as pool:
+        (job,) = _numbers(pool)
+        pool.resize(1)
 
-    eventually(lambda: says("squeue", "-h", "-o", "%D") == "1", 30, "one job with one node")
+        shown = ("squeue", "-h", "-j", job, "-o", "%D")
+        eventually(lambda: says(*shown) == "1", 30, "one job with one node")
+        assert _numbers(pool) == [job]
