@@ -54,7 +54,7 @@ test: setup  ## run the tests
 test-all: setup  ## run the tests in full: all dtypes of op_db, whole examples, what takes long, the newest torch
 	@$(COMPILE)
 	@$(INSTALL) -c constraints-dev.txt -e '.[trackers]'
-	@TORCH_PIP_ARGS='$(TORCH_PIP_ARGS)' $(BIN)/python tests/run.py --all --shuffle
+	@TORCH_PIP_ARGS='$(TORCH_PIP_ARGS)' $(BIN)/python tests/run.py --all
 
 SEEDS := 1000
 # After so many seconds, no further seed begins.

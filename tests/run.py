@@ -5,8 +5,8 @@ longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jo
 hosts wait for those more than they compute, so further processes begin with them, and then help the
 others. Nothing is run again because it failed: a test that fails at times has or shows a defect.
 
-`--shuffle` has another order every time, which it prints: `--order 1234` repeats it. The order says
-which files share a process, and shuffles files, classes and tests within it.
+Every run has another order, which it prints: `--order 1234` repeats it. The order says which files
+share a process, and shuffles files, classes and tests within it.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ ALONE = ("tests/device/test_whole_runs.py",)
 """Files in a process of their own: what libraries leave behind changes the last bits of others."""
 
 
-def batches_of(files: Sequence[str], order: int | None) -> list[Batch]:
+def batches_of(files: Sequence[str], order: int) -> list[Batch]:
     """The files in batches, longest first; those of one folder share what its fixtures start."""
     known = known_seconds()
-    shuffle = (lambda _: None) if order is None else random.Random(order).shuffle
+    shuffle = random.Random(order).shuffle
     found: list[Batch] = []
     groups: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for path in files:
@@ -130,7 +130,6 @@ def batches_of(files: Sequence[str], order: int | None) -> list[Batch]:
         apart = path if path in ALONE else "" if lane else str(Path(path).parent)
         groups[lane, apart].append(path)
     for (lane, _), group in groups.items():
-        group.sort(key=lambda path: -known.get(path, UNKNOWN_SECONDS))
         shuffle(group)
         bins: list[tuple[list[str], float]] = []
         for path in group:
@@ -339,6 +338,18 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> bool:
     return not bad
 
 
+def tell_how_again(outcomes: Sequence[Outcome], order: int) -> None:
+    """Print the commands that repeat a run, and each batch of it that failed, in its order."""
+    python = os.path.relpath(sys.executable)
+    names = ("SKYWARD_OPS_DTYPES", "SKYWARD_TEST_ALL", "SKYWARD_TEST_ORDER")
+    given = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
+    print("\n== in the same order again")
+    print(shlex.join([python, *sys.argv, f"--order={order}"]))
+    for each in outcomes:
+        if not each.is_good:
+            print(shlex.join(["env", *given, python, "-m", "pytest", *each.batch.files]))
+
+
 def choose_dtypes(everything: bool) -> str:
     """The dtypes of op_db's samples: one, so that no result depends on the day, or all."""
     given = os.environ.get("SKYWARD_OPS_DTYPES")
@@ -425,8 +436,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="all dtypes of op_db, examples in full")
     parser.add_argument("--newest", action="store_true", help="the device's, on the newest torch")
     parser.add_argument("--processes", type=int, default=PROCESSES)
-    parser.add_argument("--shuffle", action="store_true", help="files and tests in another order")
-    parser.add_argument("--order", type=int, help="that of another shuffled run, which printed it")
+    parser.add_argument("--order", type=int, help="that of another run, which printed it")
     parser.add_argument("--measure", action="store_true", help="write seconds.txt after the run")
     parser.add_argument("--pytest", action="append", default=[], help="an option for pytest")
     told = parser.parse_args()
@@ -436,15 +446,13 @@ def main() -> int:
     if told.all:
         os.environ["SKYWARD_TEST_ALL"] = "1"
     files = list(test_files(told.paths))
-    order = random.randrange(10_000) if told.shuffle and told.order is None else told.order
-    if order is not None:
-        os.environ["SKYWARD_TEST_ORDER"] = str(order)
+    order = random.randrange(10_000) if told.order is None else told.order
+    os.environ["SKYWARD_TEST_ORDER"] = str(order)
     batches = batches_of(files, order)
     suite = Suite(batches, told.pytest, new_folder())
     print(
         f"{len(files)} files in {len(batches)} batches; "
-        f"op_db with {os.environ['SKYWARD_OPS_DTYPES']}"
-        + ("" if order is None else f"; --order {order}"),
+        f"op_db with {os.environ['SKYWARD_OPS_DTYPES']}; --order {order}",
         flush=True,
     )
     began = time.monotonic()
@@ -452,8 +460,8 @@ def main() -> int:
     if told.measure:
         write_table(suite.outcomes)
     good = summarise(suite.outcomes, time.monotonic() - began)
-    if not good and order is not None:
-        print(f"in the same order again: {shlex.join([*sys.argv, f'--order={order}'])}")
+    if not good:
+        tell_how_again(suite.outcomes, order)
     lost = set(batches) - {outcome.batch for outcome in suite.outcomes}
     for batch in lost:
         print(f"{' '.join(batch.files)}: was not run")

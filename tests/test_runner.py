@@ -61,6 +61,10 @@ def test_a_test_that_failed_is_named_and_not_run_again(
     assert "== failed\ntests/providers/test_pods.py::TestIt::test_fails_once\n" in said
     assert "no such pod" in said
     assert "== 1 failed, 1 passed in" in said
+    (order,) = re.findall(r"; --order (\d+)\n", said)
+    assert f" run.py --order={order}\n" in said
+    again = f"SKYWARD_TEST_ORDER={order} {os.path.relpath(sys.executable)} -m pytest"
+    assert said.endswith(f" {again} tests/providers/test_pods.py\n")
 
 
 def test_a_run_leaves_the_reports_of_another_that_is_under_way(
@@ -110,7 +114,7 @@ class TestIt:
 """
 
 
-def test_every_shuffled_run_has_another_order_that_can_be_given_again(
+def test_every_run_has_another_order_that_can_be_given_again(
     run: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -121,7 +125,6 @@ def test_every_shuffled_run_has_another_order_that_can_be_given_again(
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path / "tests")
     notes = tmp_path / "notes"
     seen: list[str] = []
-    monkeypatch.setattr(sys, "argv", ["run.py", "--shuffle"])
     for _ in range(2):
         assert run.main() == 0
         (order,) = re.findall(r"--order (\d+)", capsys.readouterr().out)
