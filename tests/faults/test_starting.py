@@ -31,7 +31,7 @@ from skyward.nodes.records import NoJournal
 from skyward.providers import Machine, Order
 from skyward.testing import plain_request
 from skyward.wire import handshake
-from skyward.wire.messages import Hello
+from skyward.wire.messages import ExecutorUp, Hello
 
 from ..conftest import Eventually, only_in_all
 
@@ -212,7 +212,10 @@ class Walled(sky.Local):
         return BehindAWall(await super().create(order))
 
 
-def test_workers_that_cannot_be_reached_are_told_from_a_node_that_cannot() -> None:
+def test_workers_that_cannot_be_reached_are_told_from_a_node_that_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "REPORT_SECONDS", 0.5)
     words = (
         "node 0: its worker cannot be reached, though its agent can: refused by a firewall; "
         "if a firewall is in between"
@@ -221,10 +224,33 @@ def test_workers_that_cannot_be_reached_are_told_from_a_node_that_cannot() -> No
         sky.Compute(Walled(), options=QUIET).__enter__()
 
 
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_worker_process_that_ends_before_the_client_connects_is_replaced(
+    transport: Literal["unix", "tcp"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent has announced it, and reports its end a moment after the client was refused."""
+    killed: list[int] = []
+    attempt = Node._attempt
+
+    def on_a_dead_one(self: Node, up: ExecutorUp, *others: Any) -> None:
+        if not killed:
+            killed.append(up.pid)
+            process = psutil.Process(up.pid)
+            process.kill()
+            psutil.wait_procs([process], SOON)
+        attempt(self, up, *others)
+
+    monkeypatch.setattr(Node, "_attempt", on_a_dead_one)
+    with sky.Compute(sky.Local(transport=transport), options=QUIET) as compute:
+        assert sky.function(abs)(-1) >> compute == 1
+    assert killed
+
+
 def test_a_worker_process_that_does_not_answer_is_told_with_the_number_of_those_that_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(node, "MANY", 3)
+    monkeypatch.setattr(node, "REPORT_SECONDS", 0.5)
     reached: list[int] = []
     attempt = hosts.Approach.attempt
 

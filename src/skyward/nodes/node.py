@@ -1219,13 +1219,27 @@ class Node:
             if pause is not None and persists:
                 # Not on this thread: many nodes may be out of reach at a time.
                 connecting.later(pause, lambda: self._attempt(up, approach, control))
-            elif not closed and self._state == "starting":
-                self.give_up(self._unreachable(approach, problem))
+            elif persists and self._state == "starting":
+                # The executor may have ended just now: the agent then reports it and starts
+                # another, to which the client connects.
+                failure = self._unreachable(approach, problem)
+                self._fleet.loop.later(
+                    REPORT_SECONDS, lambda: self._give_up_without(up, control, failure)
+                )
             elif not closed:
                 # The agent starts a new executor, and the client then connects to that one.
                 self.tell(Kill(up.worker, up.slot, up.pid, f"it was unreachable: {problem}"))
             return
         self._use_executor(up, channel)
+
+    def _give_up_without(
+        self, up: ExecutorUp, control: Channel | None, failure: PoolStartError
+    ) -> None:
+        """Give the start up for an executor that is out of reach, unless it has ended since."""
+        with self._lock:
+            is_there = self._announced.get((up.worker, up.slot)) == up.pid
+        if is_there and self.control is control and self._state == "starting":
+            self.give_up(failure)
 
     def _unreachable(self, approach: Approach, problem: Exception) -> PoolStartError:
         if approach.is_within_host:
