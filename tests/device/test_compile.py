@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,8 +142,9 @@ def test_a_result_that_is_a_view_of_an_input_is_one_still(device: torch.device) 
 def test_sizes_that_change_are_compiled_once(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return (x * 2).sum(0) + x.shape[0]
+    def scaled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        padding = x.new_ones(math.ceil(x.shape[0] / 32) * 32 + round(x.shape[0] * 0.3))
+        return (x * 2).sum(0) + x.shape[0], padding * x.sum()
 
     torch.compiler.reset()
     compiled = torch.compile(scaled, backend="sky", dynamic=True)

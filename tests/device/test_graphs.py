@@ -212,7 +212,12 @@ def test_a_size_is_arithmetic_and_nothing_else(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("2*s0 + 1", 15), ("(s0//2)", 3), ("Max(s0, 9)", 9), ("-s0 + 8", 1)]
+    ("text", "value"),
+    [
+        *[("2*s0 + 1", 15), ("(s0//2)", 3), ("Max(s0, 9)", 9), ("-s0 + 8", 1)],
+        *[("32*CeilToInt(IntTrueDiv(s0, 32))", 32), ("FloorToInt(1.5*ToFloat(s0))", 10)],
+        *[("TruncToInt(IntTrueDiv(s0, 2))", 3), ("CeilToInt(FloatTrueDiv(ToFloat(s0), 2.0))", 4)],
+    ],
 )
 def test_sizes_are_computed_as_they_are_written(text: str, value: int) -> None:
     import sympy

@@ -11,8 +11,23 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-FUNCTIONS = ("FloorDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing", "Max", "Min", "Abs")
-"""What sizes are computed with, besides the signs of arithmetic."""
+FUNCTIONS = (
+    *(
+        "FloorDiv",
+        "CeilDiv",
+        "CleanDiv",
+        "Mod",
+        "PythonMod",
+        "ModularIndexing",
+        "Max",
+        "Min",
+        "Abs",
+    ),
+    *("PowByNatural", "IntTrueDiv", "FloatTrueDiv", "ToFloat"),
+    *("CeilToInt", "FloorToInt", "TruncToInt", "RoundToInt"),
+)
+"""What sizes are computed with, besides the signs of arithmetic. Attention on a GPU has results of
+`32*CeilToInt(IntTrueDiv(s0, 32))` rows."""
 KNOWN_MAX = 256
 """For how many different sizes a graph keeps what follows from them."""
 
@@ -26,6 +41,8 @@ def parsed(text: str, symbols: Mapping[str, Any]) -> Any:
         match node:
             case ast.Constant(value=int(number)):
                 return sympy.Integer(number)
+            case ast.Constant(value=float(number)):
+                return sympy.Float(number)
             case ast.Name(id=name) if name in symbols:
                 return symbols[name]
             case ast.UnaryOp(op=ast.USub(), operand=operand):

@@ -6,6 +6,7 @@ is no code in a message and nothing to unpickle.
 
 from __future__ import annotations
 
+import builtins
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +26,7 @@ FUNCTIONS: dict[str, Any] = {
             "getitem",
         ),
         (math, "ceil floor trunc sqrt"),
+        (builtins, "round"),
     )
     for name in names.split()
 }
