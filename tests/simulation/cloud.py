@@ -18,6 +18,8 @@ SLOW_SECONDS = 400.0
 """The same where the provider is slow to remove them, refuses to, or makes too many."""
 SLOW = {"late", "more", "answer", "look", "destroy"}
 LOOK_SECONDS = 20.0
+QUIET = {"agent", "executor", "cut", "silence", "reclaim"}
+"""Machines are lost by these, and the client can remove them before it ends."""
 HONEST_SECONDS = 2500.0
 """After so long, the provider does nothing wrong any more: a pool must come to life then."""
 
@@ -54,7 +56,7 @@ class Cloud(Pool):
         kernel.at(kernel.now + LOOK_SECONDS, self._look)
         self._await(self.client)
         self._named("its client")
-        if not self.kinds and not self.wrong:
+        if self.client.status == 0 and not self.kinds - QUIET and not self.wrong - QUIET:
             self._empty("its client")
         if self.random.random() < 0.5:
             # At once, while much still goes wrong.
