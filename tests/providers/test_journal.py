@@ -130,7 +130,22 @@ def test_a_machine_that_may_have_been_made_stays_on_record_until_it_was_looked_f
     assert [each.node for each in journal.pools()[0].machines] == [3]
 
     host.stop(0).result()
-    assert Uncertain.asked == [pool]
+    assert Uncertain.asked.pop() == pool
+    assert journal.pools()[0].machines == ()
+
+
+def test_a_lost_machine_that_was_not_removed_is_looked_for_when_its_node_ends(
+    journal: Journal,
+) -> None:
+    """Also if the node was about to have another machine, and has none yet."""
+    pool = opened(journal)
+    provider, order = Uncertain(), Order(pool, 3, WISH)
+    allocation = provider.allocate(pool)
+    lost = Host(provider, allocation, order, journal)
+    with pytest.raises(sky.errors.PoolStartError, match="nobody answers"):
+        providers.submit(lost.prepare()).result()
+    Host(provider, allocation, order, journal, lost=lost).stop(0).result()
+    assert Uncertain.asked.pop() == pool
     assert journal.pools()[0].machines == ()
 
 

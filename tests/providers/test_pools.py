@@ -17,7 +17,7 @@ import pytest
 import skyward as sky
 from skyward.nodes.records import Journal
 
-from ..conftest import only_in_all, other_case
+from ..conftest import PATIENCE, only_in_all, other_case
 from .leftovers import (
     Script,
     on_this_host,
@@ -308,8 +308,14 @@ def test_a_lost_host_is_used_again_when_it_comes_back(
 
 
 def test_a_broadcast_that_loses_a_host_names_it_and_what_to_do(
-    sshd: Sshd, state: Journal, tmp_path: Path, eventually: Callable[..., None]
+    sshd: Sshd,
+    state: Journal,
+    tmp_path: Path,
+    eventually: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Its folder is removed when the host is back, however long a busy machine takes for that.
+    monkeypatch.setattr("skyward.nodes.host.LAST_TRY_SECONDS", PATIENCE)
     begun = tmp_path / "begun"
 
     @sky.function

@@ -523,6 +523,11 @@ class Host:
             # Another caller may be waiting for the agent to end by itself.
             child.terminate()
         async with self._ending:
+            lost = self._lost
+            if lost is not None and not lost._kept:
+                # Nothing was made here yet, and removing the lost machine may have failed.
+                async with lost._ending:
+                    self._may_have_remains = lost._intended or lost._may_have_remains
             if self._intended or self._may_have_remains:
                 await self._destroy(seconds)
 
