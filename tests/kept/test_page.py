@@ -170,7 +170,8 @@ def test_what_happened_before_somebody_looked_is_shown(
         gathered.leave(viewer)
         gathered.close()
     assert sorted(call[2] for call in pool["ended"] if call[1] == "say") == [0, 1]
-    lines = [line for line in pool["lines"] if line[5] == "say"]
+    # Those of a job are told with its id.
+    lines = [line for line in pool["lines"] if line[5] == "say" and not line[7]]
     assert sorted((line[1], line[4]) for line in lines) == [(0, "said"), (1, "said")]
     assert {line[6] for line in lines} <= pool["clients"].keys()
     assert len(pool["workers"]) == 2
