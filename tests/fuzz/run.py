@@ -75,7 +75,9 @@ def compiled(target: str) -> Path:
         # The fuzzer of the client has the registry in itself, to empty it after each input.
         lines = [line for line in words.splitlines() if "client/registry.cpp" not in line]
         unit.write_text("\n".join(lines) + "\n")
-        torch = ("-isystem", compiler.include, *compiler.options, *compiler.link, "-pthread")
+        # Torch must see the sanitizer's functions: it frees what the core allocates.
+        link = [each for each in compiler.link if "--exclude-libs" not in each]
+        torch = ("-isystem", compiler.include, *compiler.options, *link, "-pthread")
         run([clang, *FLAGS, *FUZZED, TORCH_FUZZED, unit, source, "-o", made, *torch])
     return made
 
@@ -108,12 +110,12 @@ def fuzz(target: str, seconds: int) -> None:
 
 
 def keep(target: str) -> None:
-    """Write the smallest inputs that reach what all of them reach into the tree."""
-    smallest = BUILD / f"{target}-smallest"
-    shutil.rmtree(smallest, ignore_errors=True)
-    smallest.mkdir()
-    run([BUILD / target, "-merge=1", smallest, corpus(target), BUILD / f"{target}-corpus"])
-    inputs = sorted((path.read_bytes() for path in smallest.iterdir()), key=lambda i: (len(i), i))
+    """Write few inputs that reach what all of them reach into the tree."""
+    few = BUILD / f"{target}-few"
+    shutil.rmtree(few, ignore_errors=True)
+    few.mkdir()
+    run([BUILD / target, "-set_cover_merge=1", few, corpus(target), BUILD / f"{target}-corpus"])
+    inputs = sorted((path.read_bytes() for path in few.iterdir()), key=lambda i: (len(i), i))
     lines = [base64.b64encode(each).decode() + "\n" for each in inputs]
     (HERE / "corpus" / f"{target}.txt").write_text("".join(lines))
 
