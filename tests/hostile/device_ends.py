@@ -17,7 +17,7 @@ from skyward.device import build
 from skyward.device.core import core
 
 OK = 0
-FLOAT, TENSOR, NONE = 6, 2, 0
+FLOAT, TENSOR, NONE, NUMBER, INTS = 6, 2, 0, 4, b"\x0a\x02"
 """Numbers of dtypes and of kinds of arguments."""
 DEFINE, ASK, NEW, COPY_OUT = 0x7FFFFF01, 0x7FFFFF02, 0x7FFFFF04, 0x7FFFFF15
 
@@ -125,6 +125,10 @@ def sessions() -> dict[str, bytes]:
         text("aten::to_sparse") + text("") + text("") + struct.pack("<II", 4, 4)
         + tensor + bytes([NONE] * 3) + b"\1\0" + vector
     )  # fmt: skip
+    unknown = (
+        text("aten::zeros") + text("") + text("") + struct.pack("<II", 0, 5)
+        + INTS + struct.pack("<I", 0) + struct.pack("<Bq", NUMBER, 222) + bytes([NONE] * 3) + b"\0"
+    )  # fmt: skip
     place = struct.pack("<I", 1) + vector[:2] + vector[3:] + struct.pack("<q", 1 << 20)
     shared = place + struct.pack("<IQ", 1, 0)
     return {
@@ -132,6 +136,8 @@ def sessions() -> dict[str, bytes]:
         "an operation after an answer that failed": made
         + struct.pack("<II", DEFINE, len(definition)) + definition
         + struct.pack("<IIII", ASK, 8, 0, 1) + struct.pack("<III", 0, 1, 2),
+        # PyTorch would look it up without a check.
+        "a dtype that is not": struct.pack("<II", DEFINE, len(unknown)) + unknown,
         "a copy to memory that is not shared": made
         + struct.pack("<II", COPY_OUT, len(shared)) + shared,
     }  # fmt: skip

@@ -44,5 +44,6 @@ def test_an_answer_of_a_worker_is_a_tensor_or_refused() -> None:
 def test_records_that_cannot_be_end_the_session_and_not_the_worker() -> None:
     assert seen("worker") == {
         "an operation after an answer that failed": "a template whose outputs are not known",
+        "a dtype that is not": "an unknown dtype",
         "a copy to memory that is not shared": "shared memory from another host",
     }

@@ -51,6 +51,10 @@ at::Tensor make_view(const c10::Storage& storage, const Layout& layout, int64_t 
                                    : c10::DispatchKeySet(c10::DispatchKey::MPS);
   TORCH_CHECK(layout.extent(offset) <= storage.nbytes(), "a tensor needs ", layout.extent(offset),
               " bytes of a storage of ", storage.nbytes());
+#ifdef FUZZING_BUILD_MODE_UNSAFE_FOR_PRODUCTION
+  // With strides of zero a few bytes are any number of elements, which take as long as their client wants.
+  TORCH_CHECK(c10::multiply_integers(layout.sizes) <= 1 << 20, "more elements than a fuzzer has time for");
+#endif
   auto t =
       at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), keys, c10::scalarTypeToTypeMeta(layout.dtype));
   t.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides, offset);

@@ -287,7 +287,7 @@ void Session::generator(Reader& r) {
   } else if (action == kSetState) {
     reply_with([&](Writer&) {
       auto state = at::empty({static_cast<int64_t>(content.size())}, at::TensorOptions().dtype(at::kByte));
-      std::memcpy(state.mutable_data_ptr(), content.data(), content.size());
+      if (!content.empty()) std::memcpy(state.mutable_data_ptr(), content.data(), content.size());
       g.set_state(state);
     });
   } else {

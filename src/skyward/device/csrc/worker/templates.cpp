@@ -32,6 +32,26 @@ void find_operator(Template& t, const std::string& name, const std::string& over
   find();
 }
 
+// How many dtypes, layouts or memory formats there are, if an argument is one of them: an integer that PyTorch looks up
+// without a check.
+int64_t choices_of(const c10::Argument& argument) {
+  auto type = argument.real_type();
+  if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  switch (type->kind()) {
+    case c10::TypeKind::ScalarTypeType: return static_cast<int64_t>(c10::ScalarType::NumOptions);
+    case c10::TypeKind::LayoutType: return static_cast<int64_t>(c10::Layout::NumOptions);
+    case c10::TypeKind::MemoryFormatType: return static_cast<int64_t>(c10::MemoryFormat::NumOptions);
+    default: return 0;
+  }
+}
+
+void check_choice(const c10::Argument& argument, const Spec& s) {
+  auto choices = choices_of(argument);
+  if (!choices || s.kind == kNone) return;
+  if (s.kind != kInt || s.value.toInt() < 0 || s.value.toInt() >= choices)
+    throw Malformed("an unknown " + argument.name());
+}
+
 }  // namespace
 
 bool LaterImport::is_pythons(const std::string& name, const std::string& overload) const {
@@ -141,6 +161,7 @@ Template Session::read_template(Reader& r) {
     return t;
   }
   for (uint32_t i = 0; i < n; i++) {
+    check_choice(schema.arguments()[i], t.args[i]);
     auto* alias = schema.arguments()[i].alias_info();
     t.args[i].written = alias && alias->isWrite();
     for (auto& item : t.args[i].items) item.written = t.args[i].written;
