@@ -4,12 +4,27 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 #include <string>
 #include <vector>
 
 #include "../../src/skyward/device/csrc/wire/coding.h"
 #include "../../src/skyward/device/csrc/wire/way.h"
+
+// What cannot be had is an exception, as without the address sanitizer, whose own operators end the process.
+void* operator new(size_t size, const std::nothrow_t&) noexcept { return std::malloc(size); }
+void* operator new(size_t size) {
+  if (auto* made = std::malloc(size)) return made;
+  throw std::bad_alloc();
+}
+void* operator new[](size_t size, const std::nothrow_t&) noexcept { return std::malloc(size); }
+void* operator new[](size_t size) { return operator new(size); }
+void operator delete(void* made) noexcept { std::free(made); }
+void operator delete[](void* made) noexcept { std::free(made); }
+void operator delete(void* made, size_t) noexcept { std::free(made); }
+void operator delete[](void* made, size_t) noexcept { std::free(made); }
 
 namespace fuzz {
 
