@@ -118,7 +118,7 @@ BOUGHT_IN_VAIN = 3
 """After so many machines in a row that were bought and did not become ready, no more are bought."""
 ENDING_SECONDS = 0.1
 ENDING_TRIES = 20
-"""How often the client tries an agent of this machine that ends the connection at once."""
+"""How often the client tries an agent that ends the connection at once, or has it cut."""
 SILENCE_SECONDS = 4.0
 """How long an agent may leave a heartbeat unanswered before the client reconnects."""
 NEAR_SECONDS = 60.0
@@ -666,7 +666,7 @@ class Node:
             await host.prepare()
             await host.start(self._fleet.agent_config(self))
             self._phase("connecting")
-            await in_thread(self._connect, host)
+            await self._reach(host)
             if self._fleet.spec.has_files:
                 await self._bring_files(host)
             if lease.record is not None:
@@ -709,6 +709,17 @@ class Node:
                         return problem
                     raise
             # An agent that was killed a moment ago: soon nobody listens there.
+            await asyncio.sleep(ENDING_SECONDS)
+
+    async def _reach(self, host: Host) -> None:
+        """Connect to an agent that was just launched; what is cut meanwhile is made again."""
+        for tries in range(ENDING_TRIES, 0, -1):
+            try:
+                await in_thread(self._connect, host)
+                break
+            except (ConnectionResetError, BrokenPipeError, EOFError):
+                if tries == 1:
+                    raise
             await asyncio.sleep(ENDING_SECONDS)
 
     def _connect(self, host: Host, *, adopted: bool = False) -> None:
