@@ -210,9 +210,10 @@ class Links(Scenario):
         before = {
             writer.name: writer.sent for each in self.plans for writer in each.writers["worker"]
         }
+        was_dead = self.worker.dead
         super()._fault()
         self.calm = self.kernel.now
-        if self.worker.dead and self.killed_at is None and not self.given_up:
+        if self.worker.dead and not was_dead:
             self.killed_at = before
 
     # The processes.
