@@ -50,6 +50,8 @@ from skyward.worker.process import kill_group
 
 SETTLE_SECONDS = 2.0
 """How long the end of a node waits for the provider's `create` before it cancels it."""
+CUT_TRIES = 3
+"""How often a connection to a service is made that is cut before it is there."""
 SETTLE_LOOK_SECONDS = 0.01
 DESTROY_SECONDS = 60.0
 LAST_TRY_SECONDS = 5.0
@@ -438,19 +440,24 @@ class Host:
 
     def service(self, name: str, credentials: Credentials | None) -> ServiceConnection:
         """A connection to a service of the agent; the caller closes it."""
-        try:
-            channel, _ = connect(
-                self.routes.choose(self.endpoint),
-                Hello(self._order.pool, f"service-{name}", pid=os.getpid()),
-                credentials,
-                self.name,
-                dial=self.routes.dial,
-            )
-        except (OSError, EOFError) as problem:
-            raise NodeLostError(
-                f"the agent of node {self._order.node} cannot be reached: {problem}; see "
-                "`compute.nodes`"
-            ) from problem
+        for tries in range(CUT_TRIES, 0, -1):
+            try:
+                channel, _ = connect(
+                    self.routes.choose(self.endpoint),
+                    Hello(self._order.pool, f"service-{name}", pid=os.getpid()),
+                    credentials,
+                    self.name,
+                    dial=self.routes.dial,
+                )
+                break
+            except (OSError, EOFError) as problem:
+                # One that is cut while it is made has asked for nothing yet.
+                if tries > 1 and isinstance(problem, ConnectionResetError | EOFError):
+                    continue
+                raise NodeLostError(
+                    f"the agent of node {self._order.node} cannot be reached: {problem}; see "
+                    "`compute.nodes`"
+                ) from problem
         return ServiceConnection(channel)
 
     def looks_dead(self) -> bool:
