@@ -114,6 +114,23 @@ def test_it_can_be_resized_to_none(eventually: Eventually) -> None:
         assert rank() >> pool == (0, 1)
 
 
+def test_it_says_which_shared_state_ends_with_its_last_node(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @sky.function
+    def share() -> None:
+        sky.dict("scores")["tiny"] = 0.4
+
+    with sky.Compute(options=sky.Options(console=True)) as pool:
+        share() >> pool
+        pool.resize((0, 1))
+        assert "1 shared object (sky.dict and others) ended with" in capsys.readouterr().err
+        rank() >> pool
+        pool.resize((0, 1))
+        assert "shared object" not in capsys.readouterr().err
+        assert dict(sky.dict("scores")) == {}
+
+
 @pytest.mark.parametrize("how", ["closing", "ttl"])
 def test_a_call_that_waits_for_a_node_fails_when_the_pool_ends(how: str) -> None:
     with sky.Compute(SoldOut(missing={0}), nodes=(0, 1), options=QUIET) as pool:

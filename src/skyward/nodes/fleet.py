@@ -521,10 +521,22 @@ class Fleet:
         self.dispatcher.fail_unrunnable()
         while any(lane.tasks for lane in lanes if not lane.lost) and not self.closed:
             time.sleep(0.01)
+        if any(node.index == OWNER and node.joined for node in leaving):
+            self._tell_state_ends()
         self.roster.remove(leaving)
         self._briefing.tell_all()
         self.preparer.regroup()
         self._end(leaving, 5.0)
+
+    def _tell_state_ends(self) -> None:
+        """Tell the user of shared objects that leave with their owner."""
+        count = self._state.count()
+        if count:
+            objects = "1 shared object" if count == 1 else f"{count} shared objects"
+            self.console.note(
+                f"{objects} (sky.dict and others) ended with the pool's last node; "
+                "nodes=(1, ...) keeps one, or save before what is to stay"
+            )
 
     def _drop(self, nodes: list[Node]) -> None:
         """Remove nodes that were added together and did not all start."""

@@ -139,6 +139,17 @@ class StateConnection(Line):
         value = answered(reply)
         return [*parts, *value] if parts else value
 
+    def count(self) -> int:
+        """How many objects the owner has; 0 if it does not say so soon."""
+        request, due = LineRequest(next(self._numbers)), time.monotonic() + SETTLE_SECONDS
+        try:
+            self.ask(request, Question("count", {}, request.number))
+            while not (request.answers or self.lost) and (left := due - time.monotonic()) > 0:
+                self.wait(request, left)
+        finally:
+            self.asked.pop(request.number, None)
+        return int(request.answers[0][0].value) if request.answers else 0
+
     def _note_lock(self, operation: StateOperation, value: Any) -> None:
         """Note a lock that the process holds now, or holds no more."""
         if operation.what == "acquire" and value:
@@ -264,6 +275,13 @@ class RemoteLink:
                 self._epoch = connection.epoch
             self.connection = connection
             return connection
+
+    def count(self) -> int:
+        """How many objects the owner that is there now has; 0 if there is none."""
+        try:
+            return self._connected().count()
+        except StateLostError:
+            return 0
 
     def perform(self, operation: StateOperation, epoch: str) -> Any:
         """The answer of the owner of that epoch; `StateLostError` if it is lost."""

@@ -569,6 +569,11 @@ class Owner:
         self._tidy_at = TIDY_MIN
         self._order = itertools.count()
 
+    @property
+    def count(self) -> int:
+        """How many objects there are."""
+        return len(self._objects)
+
     def perform(
         self,
         asked: Asked,

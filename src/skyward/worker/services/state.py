@@ -194,6 +194,8 @@ class StateServer(Closing):
                 session.parted = True
             case "keep":
                 session.direct = False
+            case "count":
+                session.answer(question.number, self._owner.count)
             case "cancel":
                 self._owner.cancel(session, *question.arguments["with"])
                 session.answer(question.number)
