@@ -20,7 +20,15 @@ import pytest
 from skyward.errors import AuthenticationError
 from skyward.wire import messages
 from skyward.wire.channel import Channel
-from skyward.wire.handshake import PEER, Authority, Credentials, connect, connect_once, node_name
+from skyward.wire.handshake import (
+    PEER,
+    Authority,
+    Credentials,
+    connect,
+    connect_once,
+    node_name,
+    with_tls,
+)
 from skyward.wire.listener import UNPROVEN_PEERS, Listener
 from skyward.wire.messages import Hello, Ping, Welcome
 
@@ -229,6 +237,20 @@ def test_a_crowd_at_the_door_is_bounded_and_friends_pass_it(
             end.close()
         eventually(lambda: not door.listener._unproven, 30, "the end of the crowd")
         assert len(door.accepted) == 3
+
+
+def test_a_peer_that_is_crowded_out_as_its_handshake_begins_is_dropped(
+    tls_door: Door, hostile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was shut for the crowd is not the socket that the handshake uses."""
+
+    def crowd_out(*args: Any, **options: Any) -> socket.socket:
+        end = with_tls(*args, **options)
+        tls_door.listener._unproven.clear()
+        return end
+
+    monkeypatch.setattr("skyward.wire.listener.with_tls", crowd_out)
+    assert hostile.hears(tls_door.plain(), FAR / 2) == b""
 
 
 def test_a_peer_that_leaves_at_once_is_forgotten(door: Door, eventually: Eventually) -> None:

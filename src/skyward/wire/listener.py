@@ -163,8 +163,10 @@ class Listener:
                 kernel.keep_alive(end)
                 end = with_tls(context, end, server_side=True, do_handshake_on_connect=False)
                 with self._lock:
-                    if number in self._unproven:
-                        self._unproven[number] = end
+                    if number not in self._unproven:
+                        # The socket that was shut is not this one, which would live on.
+                        raise EOFError("newer peers have crowded this one out")
+                    self._unproven[number] = end
                 cast("ssl.SSLSocket", end).do_handshake()
             else:
                 check_peer(end)
