@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -322,6 +323,14 @@ class TestJournal:
         assert record.machines == ()
         assert record.spent > 0
         assert not asyncio.run(shop.find("p"))
+
+    def test_a_clock_that_jumps_back_makes_no_cost_negative(self, state: Journal) -> None:
+        state.open_pool("p", "mine", "shop", {}, 0.5)
+        state.intend("p", 0)
+        state.made("p", 0, "m-0", "10.0.0.1", 1.2, created=time.time() + 3600)
+        assert state.pools()[0].cost == 0
+        state.gone("p", 0)
+        assert state.pools()[0].spent == 0
 
     def test_a_machine_of_unknown_price_does_not_cost_what_its_pools_others_cost(
         self, state: Journal

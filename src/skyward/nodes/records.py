@@ -370,7 +370,8 @@ class PoolRecord:
         if self.price is None and not prices:
             return self.spent or None
         now = time.time()
-        hours = [(now - each.created) / 3600 for each in self.machines]
+        # The clock may have jumped back since.
+        hours = [max(0.0, now - each.created) / 3600 for each in self.machines]
         return self.spent + sum(h * price for h, price in zip(hours, prices, strict=True))
 
     @property
@@ -500,7 +501,7 @@ class Journal:
         """The statement that adds what a node's machine has cost to what the pool has spent."""
         return (
             "update pools set spent = spent + coalesce(("
-            "select (:now - created) / 3600 * coalesce(machines.price, pools.price) "
+            "select max(0, :now - created) / 3600 * coalesce(machines.price, pools.price) "
             "from machines where pool = :pool and node = :node and machines.id is not null "
             "and not machines.unpriced), 0), "
             "unpriced = unpriced + coalesce(("
