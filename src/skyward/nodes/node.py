@@ -61,6 +61,7 @@ from skyward.wire.channel import Channel, ServiceConnection
 from skyward.wire.frames import Frame
 from skyward.wire.handshake import Credentials, check_compatible, host_and_port, my_versions
 from skyward.wire.messages import (
+    Detach,
     ExecutorDown,
     ExecutorUp,
     Keep,
@@ -1291,6 +1292,10 @@ class Node:
         )
         lane.preparation.group = up.group
         if fleet.roster.closed or not self.add_lane(lane):
+            if fleet.roster.closed and self.host.is_kept:
+                # The next client uses it: it would refuse that one, and wait for this.
+                with contextlib.suppress(OSError):
+                    channel.send(Detach())
             channel.close()
             return
         self._show_progress()
