@@ -359,6 +359,9 @@ def _why_ended(channel: Channel) -> BaseException:
         channel.poll()
     except (EOFError, OSError) as problem:
         return problem
+    except NotConnected:
+        # It is being closed now: it says so before its link ends.
+        pass
     return EOFError("the channel is closed")
 
 
