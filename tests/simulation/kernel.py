@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import errno
 import heapq
 import itertools
@@ -18,7 +19,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from types import FrameType, ModuleType
 from typing import Any
@@ -35,6 +36,24 @@ LAGS = (0.0005, 0.005, 0.05, 0.3)
 """So long a thread at most waits for a processor of a busy machine."""
 SWITCHED = ("argv", "orig_argv", "stdin", "stdout", "stderr", "path", "excepthook")
 """What each process has of its own in the module `sys`."""
+
+
+def _modules_of_interpreter() -> ctypes.c_void_p:
+    """Where the interpreter has the address of the dict that `import` uses."""
+    state = ctypes.pythonapi.PyInterpreterState_Get
+    state.restype = ctypes.c_void_p
+    words = (ctypes.c_void_p * 4096).from_address(state())
+    at = next(at for at, word in enumerate(words) if word == id(sys.modules))
+    return ctypes.c_void_p.from_buffer(words, at * ctypes.sizeof(ctypes.c_void_p))
+
+
+_interpreter_modules = _modules_of_interpreter()
+
+
+def _use(modules: dict[str, ModuleType]) -> None:
+    """Have `sys.modules` be this dict, which somebody keeps: to copy it takes 100 us."""
+    sys.modules = modules
+    _interpreter_modules.value = id(modules)
 
 
 class Stuck(AssertionError):
@@ -103,6 +122,8 @@ class Kernel:
         self.count = itertools.count()
         self.current: Thread | None = None
         self.known = 0
+        self.shared: dict[str, ModuleType] = {}
+        """The modules of which there is one for all processes."""
         self.loaded: Process | None = None
         """Whose modules are in `sys.modules`."""
         self.processes: dict[int, Process] = {}
@@ -129,8 +150,6 @@ class Kernel:
         """Whether the next call of the kernel's lets others go on: something happens now."""
         self.is_private: Callable[[str], bool] = lambda name: False
         """Whether each process has a module of that name of its own."""
-        self.common: Set[str] = frozenset()
-        """The modules that every program has from its start."""
 
     def note(self, text: str) -> None:
         """Write down an event of the run."""
@@ -281,17 +300,10 @@ class Kernel:
             return
         if before is not None:
             if len(sys.modules) != self.known:
-                # The process has imported more.
-                before.modules.update(
-                    {name: each for name, each in sys.modules.items() if self.is_private(name)}
-                )
-                before.more = before.modules.keys() - self.common
+                self.share()
             for name in SWITCHED:
                 before.system[name] = getattr(sys, name)
-            gone = before.more - process.more if process.modules else before.modules
-            for name in gone:
-                sys.modules.pop(name, None)
-        sys.modules.update(process.modules)
+        _use(process.modules or self.shared)
         for name, value in process.system.items():
             setattr(sys, name, value)
         if before is None or before.directory != process.directory:
@@ -303,13 +315,25 @@ class Kernel:
         self.known = len(sys.modules)
         self.loaded = process
 
-    def enter_again(self, process: Process) -> None:
-        """The same, of a process that has its modules only now."""
+    def enter_again(self, process: Process, modules: dict[str, ModuleType]) -> None:
+        """The same, of a process that has its own modules only now."""
+        self.share()
         self.loaded = None
-        for name in [name for name in sys.modules if self.is_private(name)]:
-            if name not in process.modules:
-                del sys.modules[name]
+        process.modules = self.shared | modules
         self.enter(process)
+
+    def share(self) -> None:
+        """Give all processes the modules that one has imported, unless each has its own."""
+        found = sys.modules.items()
+        more = {
+            name: each
+            for name, each in found
+            if name not in self.shared and not self.is_private(name)
+        }
+        self.shared.update(more)
+        for process in self.processes.values():
+            if process.modules and not process.dead:
+                process.modules.update(more)
 
     def stacks(self) -> str:
         """Where each thread is."""
@@ -372,12 +396,12 @@ class Kernel:
         for number, file in parent.descriptors.items():
             child.put(number, file)
         child.handlers = dict(parent.handlers)
-        child.modules, child.more, child.main = parent.modules, parent.more, thread
+        child.modules, child.main = parent.modules, thread
         child.system = {name: getattr(sys, name) for name in SWITCHED}
         child.threads.append(thread)
         parent.threads.remove(thread)
         thread.process = child
-        parent.modules, parent.more = {}, frozenset()
+        parent.modules = {}
         parent.main = self.thread(
             parent, lambda: self.start(parent, lambda: stay_behind(child.pid))
         )
@@ -499,8 +523,7 @@ class Process:
         self.group = pid if session is None else session
         self.began = kernel.now + kernel.wall
         self.modules: dict[str, ModuleType] = {}
-        self.more: Set[str] = frozenset()
-        """The modules that it has imported since it started."""
+        """Its `sys.modules`; empty as long as it has no program."""
         self.system: dict[str, Any] = {}
         self.descriptors: dict[int, File] = {}
         self.files: set[int] = set()

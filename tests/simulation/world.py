@@ -111,7 +111,7 @@ class World:
         _compile_once()
         gc.disable()
         self.programs = [self._load() for _ in range(programs)]
-        self.kernel.common = frozenset(self.programs[0].modules)
+        self.kernel.share()
         self.hosts = False
         """Whether each node is a host of its own; else all is on one."""
         self.said: list[str] = []
@@ -225,7 +225,6 @@ class World:
     def _status(self, process: Process, work: Callable[[], None] | None) -> int:
         program = self._program()
         process.host = self._host(process)
-        process.modules = program.modules
         if process.argv[0] in self.commands:
             name = process.argv[0]
         else:
@@ -254,7 +253,7 @@ class World:
             "excepthook": sys.__excepthook__,
         }
         program.modules["os"].environ.update(process.environment)
-        self.kernel.enter_again(process)
+        self.kernel.enter_again(process, program.modules)
         try:
             result: Any = None
             if work is not None:
