@@ -90,11 +90,9 @@ class Socket(File):
             self.peer.changed.wake()
 
     def fail(self, problem: OSError) -> None:
-        """Have everything on it fail from now on."""
+        """Have everything on it fail from now on; what has arrived can be read before."""
         if self.problem is None and self.references:
             self.problem = problem
-            if self.incoming is not None:
-                self.incoming.data.clear()
             self.changed.wake()
 
     def check(self) -> None:
