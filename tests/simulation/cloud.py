@@ -18,7 +18,7 @@ SLOW_SECONDS = 400.0
 """The same where the provider is slow to remove them, refuses to, or makes too many."""
 SLOW = {"late", "more", "answer", "look", "destroy"}
 LOOK_SECONDS = 20.0
-QUIET = {"agent", "executor", "cut", "silence", "reclaim"}
+QUIET = {"agent", "executor", "memory", "cut", "late", "silence", "reclaim"}
 """Machines are lost by these, and the client can remove them before it ends."""
 HONEST_SECONDS = 2500.0
 """After so long, the provider does nothing wrong any more: a pool must come to life then."""
@@ -87,12 +87,12 @@ class Cloud(Pool):
     def _operation(self, sky: Any, compute: Any) -> None:
         if self.random.random() < 0.8:
             super()._operation(sky, compute)
-            return
-        count = self.random.randint(1, 3)
+        else:
+            self._resize(compute, self.random.randint(1, 3))
+
+    def _resize(self, compute: Any, count: int) -> None:
         self.most = max(self.most, count)
-        self.counts["resized"] += 1
-        self.kernel.note(f"resize to {count}")
-        compute.resize(count)
+        super()._resize(compute, count)
 
     def _remove(self, *argv: str) -> int:
         process = self.world.spawn(["sky", *argv])

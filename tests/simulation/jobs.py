@@ -15,7 +15,7 @@ LONGEST = 200.0
 """A call by name ends sooner than this, unless something has stopped."""
 OPERATIONS = ("submit",) * 5 + ("result", "result", "cancel", "list", "forget", "other")
 KINDS = ("work", "work", "work", "stream", "broadcast", "fail")
-LOSING = {"agent", "runner", "program", "stop", "disk"}
+LOSING = {"agent", "memory", "runner", "program", "stop", "disk"}
 """The faults by which a call may get lost, or the node that has it."""
 
 

@@ -112,7 +112,7 @@ class Links(Scenario):
 
     def _choose_faults(self) -> None:
         if self.random.random() < 0.85:
-            kinds = ["cut", "cut", "cut", "silence", "partition", "stop", "worker"]
+            kinds = ["cut", "cut", "cut", "late", "silence", "partition", "stop", "worker"]
             self.kinds = {self.random.choice(kinds) for _ in range(self.random.randint(1, 2))}
 
     def _plan(self, number: int) -> Plan:
@@ -186,7 +186,7 @@ class Links(Scenario):
         )
         if writing and kernel.now < 1000 + 60.0:
             self.calm = kernel.now
-        since = max(self.calm, network.broken_at)
+        since = max(self.calm, network.broken_at, network.late_until)
         if kernel.now - since > LIMIT_SECONDS and not self.given_up:
             self.over = True
             if not self.finished:

@@ -275,6 +275,11 @@ class Wire:
             elif end.options.get((real.SOL_SOCKET, real.SO_KEEPALIVE)):
                 self.give_up(end, end.probe_seconds, idle=True)
 
+    def hold_up(self, end: Socket, seconds: float) -> None:
+        """Have what an end sends arrive later: a packet is lost, and sent again after a while."""
+        self.arrives[end] = max(self.arrives[end], self.kernel.now + seconds)
+        self.network.late_until = max(self.network.late_until, self.arrives[end])
+
     def give_up(self, end: Socket, seconds: float, *, idle: bool = False) -> None:
         """Fail an end whose peer has acknowledged nothing for so long."""
         problem = TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
@@ -350,6 +355,8 @@ class Network:
         """How many connections were cut or fell silent."""
         self.broken_at = 0.0
         """When the last of them did."""
+        self.late_until = 0.0
+        """Until when something arrives late."""
 
     def delay(self, wire: Wire) -> float:
         """How long the next bytes take."""

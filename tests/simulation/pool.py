@@ -19,7 +19,7 @@ GRACE_SECONDS = (1.0, 2.0)
 """So long a call that was cancelled may go on before its process is killed."""
 OPERATIONS = (
     *("call", "futures", "futures", "gather", "broadcast", "stream", "fail", "timeout"),
-    *("nested", "counter", "counter", "stubborn"),
+    *("nested", "counter", "counter", "stubborn", "placed"),
 )
 
 
@@ -28,6 +28,7 @@ class Pool(Scenario):
 
     killed = ("executor", "agent", "client")
     stopped = ("agent", "executor")
+    crowded = ("memory",)
     elastic = 0.2
     """How many of the pools grow and shrink."""
     keeping = 0.25
@@ -201,6 +202,8 @@ class Pool(Scenario):
                 self._says(f"call {number} should have timed out")
         elif kind == "stubborn":
             self._stubborn(sky, compute, number)
+        elif kind == "placed":
+            self._placed(sky, compute, function, number, seconds)
         elif kind == "nested":
             found = sky.function(work.nested)(number, seconds) >> compute
             self._result(number, (number, 0), found)
@@ -232,6 +235,33 @@ class Pool(Scenario):
         for at, future in enumerate(futures, 1):
             with self._watched(sky, f"call {number + at}"):
                 self._result(number + at, (number + at, 0), future.result(timeout=MOST_SECONDS))
+
+    def _placed(self, sky: Any, compute: Any, function: Any, number: int, seconds: float) -> None:
+        """Calls on given nodes, some of which may leave the pool meanwhile."""
+        random = self.random
+        self.longest = math.inf
+        nodes = [each.node for each in compute.nodes] or [0]
+        futures = [
+            compute.submit(function(number + at, seconds, 1), on=random.choice(nodes))
+            for at in range(random.randint(1, 6))
+        ]
+        count = random.randint(1, 3)
+        resized = not self.keeps and random.random() < 0.5
+        if resized:
+            with self._watched(sky, "resizing"):
+                self._resize(compute, count)
+        for at, future in enumerate(futures):
+            with self._watched(sky, f"call {number + at}"):
+                try:
+                    self._result(number + at, (number + at, 0), future.result(timeout=MOST_SECONDS))
+                except sky.NodeLostError as problem:
+                    if not resized or "has left the pool" not in str(problem):
+                        raise
+
+    def _resize(self, compute: Any, count: int) -> None:
+        self.counts["resized"] += 1
+        self.kernel.note(f"resize to {count}")
+        compute.resize(count)
 
     def _result(self, number: int, wanted: Any, found: Any) -> None:
         if found != wanted:

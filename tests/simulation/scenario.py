@@ -20,9 +20,17 @@ END_SECONDS = 700.0
 """So long after its clients have left or died, nothing is left of a pool."""
 MOST_SECONDS = 10_000.0
 """A client that is still there then hangs."""
-MOMENTS = {"call": (30, 300, 3000), "send": (3, 30, 300), "connect": (2, 10), "start": (2, 6)}
+MOMENTS = {
+    "call": (30, 300, 3000),
+    "send": (3, 30, 300),
+    "connect": (2, 10),
+    "start": (2, 6),
+    "end": (2, 6),
+}
 """Of which events of a run faults come at the n-th, and up to which n."""
-HARMLESS = frozenset(("clock", "cut", "silence"))
+LATE_SECONDS = (0.01, 0.3, 3.0, 9.0)
+"""So late at most is what an end of a connection sends; after 10 s, probes would have failed."""
+HARMLESS = frozenset(("clock", "cut", "late", "silence"))
 """Faults that a call may notice by no more than a delay."""
 
 
@@ -33,6 +41,8 @@ class Scenario:
     """The names of processes that are faults of their own kind: they are killed."""
     stopped: tuple[str, ...] = ()
     """The names of processes that may stop for a while."""
+    crowded: tuple[str, ...] = ()
+    """The fault "memory", where processes start that the kernel kills when there is none."""
     spans: tuple[float, ...] = (0.002, 0.01, 0.05, 0.3, 1.0, 5.0, 20.0, 100.0)
     """Within how many seconds the next fault comes, if it does not wait for a moment."""
 
@@ -78,8 +88,9 @@ class Scenario:
     def _choose_faults(self) -> None:
         """Have one to three kinds of faults in most runs: some things break by two together."""
         if self.random.random() < 0.75:
-            kinds = [*self.killed, "stop", "clock", "disk"]
-            kinds += ["cut", "cut", "cut", "silence", "partition"] if self.world.hosts else []
+            kinds = [*self.killed, *self.crowded, "stop", "clock", "disk"]
+            if self.world.hosts:
+                kinds += ["cut", "cut", "cut", "late", "late", "silence", "partition"]
             self.kinds = {self.random.choice(kinds) for _ in range(self.random.randint(1, 3))}
 
     def _begin_faults(self) -> None:
@@ -155,6 +166,8 @@ class Scenario:
                 process = self.random.choice(found)
                 done = f"{kind} {process.name}"
                 if kind != "stop":
+                    if kind == "executor" and self.random.random() < 0.3:
+                        done += self._hold_up_last(process)
                     kernel.signal(process, signal.SIGKILL)
                 elif not process.stopped:
                     kernel.signal(process, signal.SIGSTOP)
@@ -165,18 +178,24 @@ class Scenario:
             self.earliest = min(self.earliest, kernel.now + kernel.wall)
             self.longest_ahead = max(self.longest_ahead, self.ahead)
             done = f"the wall clock jumps by {seconds:g} s"
+        elif kind == "memory":
+            count = self.random.choice((1, 2, 4, 12))
+            done = f"the next {count} executors are killed as they start"
+            self._kill_starting(self.random, count)
         elif kind == "disk":
             count = self.random.choice((1, 1, 3, 20))
             self.failing += [self.random.choice(("ENOSPC", "EIO"))] * count
             done = f"the next {count} writes fail"
             self._later(self.failing.clear)
-        elif kind in ("cut", "silence"):
+        elif kind in ("cut", "late", "silence"):
             wires = self.network.live()
             if wires:
                 wire = self.random.choice(wires)
                 done = f"{kind} {wire.ends[0].host} to {wire.ends[1].host}"
                 if kind == "silence":
                     wire.silence()
+                elif kind == "late":
+                    done += self._hold_up(wire)
                 else:
                     done += self._cut(wire)
         else:
@@ -191,6 +210,23 @@ class Scenario:
             self.counts[kind] += 1
             self.faults[self.fault] = done
             kernel.note(f"FAULT {self.fault}: {done}")
+
+    def _kill_starting(self, random: Random, count: int) -> None:
+        """Kill the next processes of that number that run tasks, each as it starts."""
+        kernel = self.kernel
+
+        def look() -> None:
+            if self.over:
+                return
+            process, left = kernel.processes[max(kernel.processes)], count
+            if process.name.startswith("executor-"):
+                left -= 1
+                due = kernel.now + random.choice((0.0, 0.002, 0.05)) * random.random()
+                kernel.at(due, lambda: kernel.signal(process, signal.SIGKILL))
+            if left:
+                self._kill_starting(random, left)
+
+        kernel.after("start", 1, look)
 
     @property
     def ahead(self) -> float:
@@ -207,6 +243,23 @@ class Scenario:
         else:
             wire.cut_at(self.random.choice(wire.ends), self.random.choice((0.001, 0.1, 5.0)))
         return f", {way}"
+
+    def _hold_up(self, wire: Wire) -> str:
+        """Have what one end or both ends of a connection send arrive late; says how late."""
+        seconds = self.random.choice(LATE_SECONDS) * self.random.random()
+        ends = self.random.choice((wire.ends, wire.ends[:1], wire.ends[1:]))
+        for end in ends:
+            wire.hold_up(end, seconds)
+        return f", from {' and '.join(end.host for end in ends)}, {seconds:.3f} s"
+
+    def _hold_up_last(self, process: Process) -> str:
+        """Have the last bytes of a process, and the end of its connections, arrive late."""
+        seconds = self.random.choice((0.003, 0.1, 0.5)) * self.random.random()
+        files = set(process.descriptors.values())
+        for wire in self.network.live():
+            for end in files.intersection(wire.ends):
+                wire.hold_up(end, seconds)
+        return f", its last bytes {seconds:.3f} s late"
 
     def _hosts(self) -> list[str]:
         """The hosts that may be out of reach."""
