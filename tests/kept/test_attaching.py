@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +18,8 @@ import pytest
 import skyward as sky
 from skyward.compute import reach
 from skyward.nodes import records
+from skyward.nodes.host import CUT_TRIES
+from skyward.wire.channel import ServiceConnection
 from skyward.wire.handshake import CLIENT, Authority, connect, node_name
 from skyward.wire.messages import Hello
 
@@ -76,6 +79,27 @@ def test_another_process_attaches_and_leaves_the_pool_as_it_is(kept: str, script
     assert json.loads(theirs) == mine
     with sky.attach(kept) as compute:
         assert pid() @ compute == mine
+
+
+def test_a_client_whose_connection_is_cut_while_it_attaches_asks_again(
+    kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, cuts = ServiceConnection.ask, [EOFError("cut")]
+
+    def cut_once(connection: ServiceConnection, what: str, **arguments: Any) -> Any:
+        answer = ask(connection, what, **arguments)
+        if what == "choose" and cuts:
+            raise cuts.pop()
+        return answer
+
+    monkeypatch.setattr(ServiceConnection, "ask", cut_once)
+    with sky.attach(kept) as compute, compute._open_fleet.service(0, "clients") as head:
+        assert not cuts
+        assert len(head.ask("who")["clients"]) == 1
+
+    cuts += [EOFError("cut")] * CUT_TRIES
+    with pytest.raises(sky.errors.PoolError, match="connection to its agent was lost: cut; try"):
+        sky.attach(kept)
 
 
 def test_two_clients_at_once_share_no_executor(kept: str, script: Script) -> None:

@@ -51,7 +51,7 @@ from skyward.worker.process import kill_group
 SETTLE_SECONDS = 2.0
 """How long the end of a node waits for the provider's `create` before it cancels it."""
 CUT_TRIES = 3
-"""How often a connection to a service is made that is cut before it is there."""
+"""How often a connection to a service is made that is cut before it is there or has answered."""
 SETTLE_LOOK_SECONDS = 0.01
 DESTROY_SECONDS = 60.0
 LAST_TRY_SECONDS = 5.0
@@ -61,6 +61,14 @@ DIRECT_SECONDS = 1.5
 """How long the client tries a direct connection before it uses the machine's `dial`."""
 
 T = TypeVar("T")
+
+
+def again_if_cut(ask: Callable[[], T]) -> T:
+    """The answer to what may be asked again: that is done if the connection is lost meanwhile."""
+    for _ in range(CUT_TRIES - 1):
+        with contextlib.suppress(ConnectionError, TimeoutError, EOFError):
+            return ask()
+    return ask()
 
 
 def not_there(index: int, there: Iterable[int]) -> ConfigurationError:

@@ -35,7 +35,7 @@ from skyward.errors import (
     SkywardError,
 )
 from skyward.nodes import records
-from skyward.nodes.host import Host, not_there
+from skyward.nodes.host import Host, again_if_cut, not_there
 from skyward.nodes.records import Journal, KeptNode, KeptPool, NoJournal, encode
 from skyward.nodes.spec import PoolSpec
 from skyward.providers import (
@@ -742,11 +742,18 @@ class ReachedPool(Closing):
 
     def adoption(self) -> Adoption:
         """What a new client of the pool needs."""
-        with self.head() as head:
-            client = str(head.ask("choose", identity=identity()))
+        try:
+            # A name that no client comes with is forgotten.
+            client = again_if_cut(self._choose)
+        except (OSError, EOFError) as problem:
+            raise _cut(self.record.name, problem) from problem
         allocation, self._allocation = self._allocation, None
         assert allocation is not None
         return Adoption(self.record, self.machines, client, allocation)
+
+    def _choose(self) -> str:
+        with self.head() as head:
+            return str(head.ask("choose", identity=identity()))
 
     def lock(self, client: str = "", *, force: bool = False) -> ServiceConnection:
         """Keep others from changing the pool until the connection is closed.
@@ -785,14 +792,21 @@ def lock(
         raise PoolError(
             f"{name}: {problem}; have them leave it, or pass --force (in Python, force=True)"
         ) from None
-    except BaseException:
+    except BaseException as problem:
         with contextlib.suppress(OSError):
             head.close()
+        if isinstance(problem, OSError | EOFError):
+            raise _cut(name, problem) from problem
         raise
     if calls:
         head.close()
         raise PoolError(f"{name}: {_called(name, calls)}, or pass --force (in Python, force=True)")
     return head
+
+
+def _cut(pool: str, problem: Exception) -> PoolError:
+    """An agent was lost while it was asked, or the way to it."""
+    return PoolError(f"{pool}: the connection to its agent was lost: {problem}; try again")
 
 
 def _called(pool: str, calls: Sequence[dict[str, str]]) -> str:
