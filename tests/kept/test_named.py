@@ -19,6 +19,8 @@ from click.testing import CliRunner
 import skyward as sky
 from skyward.cli.main import sky as command
 from skyward.compute.named import NamedCall
+from skyward.wire.channel import ServiceConnection
+from skyward.wire.messages import Reply
 
 from ..conftest import PATIENCE, only_in_all
 from .conftest import QUIET, said
@@ -415,6 +417,33 @@ def test_an_earlier_end_does_not_settle_a_later_call_of_the_same_name(
     assert not future.done()
     gate.touch()
     assert future.result() == "through the gate"
+
+
+def test_a_call_whose_connection_is_cut_while_it_is_submitted_runs_once(
+    compute: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks = tmp_path / "marks"
+
+    @sky.function
+    def mark() -> None:
+        with marks.open("a") as file:
+            file.write("ran ")
+
+    next_reply = ServiceConnection.next_reply
+    cuts = [ConnectionResetError("cut"), EOFError("cut")]
+
+    def cut_twice(connection: ServiceConnection) -> Reply:
+        reply = next_reply(connection)
+        if reply.value == "resent" and cuts:
+            raise cuts.pop()
+        return reply
+
+    monkeypatch.setattr(ServiceConnection, "next_reply", cut_twice)
+    compute.submit(mark(), name="resent").result()
+    assert not cuts
+    assert marks.read_text() == "ran "
+    with pytest.raises(sky.errors.ConfigurationError, match="a call named 'resent' is there"):
+        compute.submit(mark(), name="resent")
 
 
 @pytest.mark.parametrize("problem", [sky.NodeLostError("cut"), KeyError("since")])

@@ -221,6 +221,25 @@ def test_a_call_whose_runner_does_not_start_is_not_there(kept: Jobs) -> None:
     assert call(kept, "run").state == "queued"
 
 
+def test_a_call_that_is_sent_again_waits_for_what_becomes_of_the_first_time(kept: Jobs) -> None:
+    with ThreadPoolExecutor() as threads:
+        for is_cut in (True, False):
+            first = kept.begin("run", "call", "mine")
+            again = threads.submit(kept.begin, "run", "call", "mine")
+            with pytest.raises(PoolError, match="a call named 'run' is being submitted"):
+                kept.begin("run", "call", "another's")
+            assert not again.done()
+            if is_cut:
+                kept.give_up(first)
+                later = again.result(PATIENCE)
+                assert later is not first
+                assert not kept.is_there(later)
+                kept.give_up(later)
+            else:
+                kept.start(first, ["sleep", "600"], function="train")
+                assert again.result(PATIENCE) is first
+
+
 def test_a_job_that_is_given_up_twice_is_not_a_later_one_of_its_name(kept: Jobs) -> None:
     job = kept.begin("run", "call")
     kept.give_up(job)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import secrets
 import tempfile
 import threading
 import time
@@ -18,7 +19,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 import msgspec
 
@@ -37,6 +38,7 @@ from skyward.errors import (
 )
 from skyward.functions import Future, Pending
 from skyward.nodes.fleet import Fleet
+from skyward.nodes.host import again_if_cut
 from skyward.nodes.kept import ReachedPool, identity, way_back
 from skyward.objects import encoding, stored
 from skyward.objects.encoding import Encoded
@@ -51,6 +53,7 @@ PAUSE_SECONDS = 0.2
 RUNNER = ["{python}", "-m", "skyward.compute.runner"]
 _IN_MEMORY = 16 << 20
 
+T = TypeVar("T")
 Reading = Callable[[], contextlib.AbstractContextManager[ServiceConnection]]
 Objects = Generator[tuple[Any, Pieces, int]]
 """The objects of a log: what each is, its parts, and where it ends."""
@@ -156,23 +159,28 @@ class NamedCalls:
         pending = pending.use()
         _check(pending, name)
         environment, private = way_back(record)
-        me = identity()
-        with self._asking() as agent, tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
+        me, submission = identity(), secrets.token_hex(8)
+        with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
             _write(file, pending, on=on, everywhere=everywhere, fail_fast=fail_fast)
-            agent.send(
-                "start",
-                name=name,
-                function=pending.function.name,
-                command=RUNNER,
-                environment=environment,
-                private=private,
-                by=f"{me['user']}@{me['host']}",
-            )
-            file.seek(0)
-            while part := file.read(PART):
-                agent.send("part", part)
-            agent.send("part")
-            agent.next_reply()
+
+            def start(agent: ServiceConnection) -> None:
+                agent.send(
+                    "start",
+                    name=name,
+                    function=pending.function.name,
+                    command=RUNNER,
+                    environment=environment,
+                    private=private,
+                    by=f"{me['user']}@{me['host']}",
+                    submission=submission,
+                )
+                file.seek(0)
+                while part := file.read(PART):
+                    agent.send("part", part)
+                agent.send("part")
+                agent.next_reply()
+
+            self._asked(start)
         return self.future(name)
 
     def future(self, name: str) -> Future[Any]:
@@ -217,8 +225,9 @@ class NamedCalls:
 
     def all(self) -> list[NamedCall]:
         """The calls, in the order in which they were made."""
-        with self._asking() as agent:
-            found = msgspec.convert(agent.ask("list", kind="call"), list[Job])
+        found = msgspec.convert(
+            self._asked(lambda agent: agent.ask("list", kind="call")), list[Job]
+        )
         return [
             NamedCall(
                 each.id,
@@ -270,12 +279,27 @@ class NamedCalls:
             raise PoolClosedError("this client has left the pool")
         return self._fleet
 
+    def _asked(self, ask: Callable[[ServiceConnection], T]) -> T:
+        """The answer to a question that may be asked twice: its connection may be cut."""
+
+        def once() -> T:
+            with fleet.service(fleet.head, "jobs") as agent:
+                return ask(agent)
+
+        with self._explained() as fleet:
+            return again_if_cut(once)
+
     @contextlib.contextmanager
     def _asking(self) -> Iterator[ServiceConnection]:
+        with self._explained() as fleet, fleet.service(fleet.head, "jobs") as agent:
+            yield agent
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[Fleet]:
+        """Have the errors of asking the head say what they mean."""
         fleet = self._open_fleet()
         try:
-            with fleet.service(fleet.head, "jobs") as agent:
-                yield agent
+            yield fleet
         except (EOFError, OSError, NodeLostError) as problem:
             raise _lost(fleet.head, problem) from problem
         except PoolError as problem:
@@ -286,8 +310,8 @@ class NamedCalls:
     def _ask(self, what: str, name: str) -> Job:
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"{name!r} is no name of a call; give one, such as 'run-7'")
-        with self._asking() as agent:
-            return msgspec.convert(agent.ask(what, job=name, kind="call"), Job)
+        found = self._asked(lambda agent: agent.ask(what, job=name, kind="call"))
+        return msgspec.convert(found, Job)
 
     def _cancel_quietly(self, name: str) -> None:
         with contextlib.suppress(SkywardError):

@@ -85,6 +85,8 @@ class Job(msgspec.Struct):
     """Why it has failed, or is lost."""
     streams: bool = False
     """Of a call that runs: whether its items come already."""
+    submission: str = ""
+    """Of a call: what its client has named the submission, to know it again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -161,9 +163,7 @@ class Jobs:
     def all(self, kinds: tuple[str, ...] = LISTED) -> list[Job]:
         """The jobs of these kinds, in the order in which they were made."""
         with self._changed:
-            found = [
-                job for job in self._jobs.values() if job.kind in kinds and self._is_there(job)
-            ]
+            found = [job for job in self._jobs.values() if job.kind in kinds and self.is_there(job)]
             return sorted(map(self._view, found), key=lambda job: job.began)
 
     def get(self, name: str, kind: str = "") -> Job:
@@ -171,7 +171,7 @@ class Jobs:
         with self._changed:
             # The id first: another job may have it for its name.
             job = self._jobs.get(name)
-            if job is not None and self._is_there(job) and kind in ("", job.kind):
+            if job is not None and self.is_there(job) and kind in ("", job.kind):
                 return self._view(job)
             if kind:
                 known = ", ".join(each.id for each in self.all((kind,))) or "none"
@@ -185,7 +185,8 @@ class Jobs:
             known = ", ".join(each.id for each in there) or "none"
             raise PoolError(f"there is no job {name!r}; the pool's jobs are: {known}")
 
-    def _is_there(self, job: Job) -> bool:
+    def is_there(self, job: Job) -> bool:
+        """Whether all of a job has come, so that others see it."""
         live = self._live.get(job.id)
         return live is None or live.is_sent
 
@@ -206,15 +207,17 @@ class Jobs:
             return {
                 job.id: (job.began, job.streams or job.id not in self._live)
                 for job in calls
-                if self._is_there(job)
+                if self.is_there(job)
             }
 
     # A job begins.
 
-    def begin(self, name: str, kind: Kind = "script") -> Job:
+    def begin(self, name: str, kind: Kind = "script", submission: str = "") -> Job:
         """Take a name for a job that is being sent; nobody sees it before it starts.
 
-        The id of a call is its name; that of others is the name and a number.
+        The id of a call is its name; that of others is the name and a number. A call of the same
+        submission that `is_there` is returned as it is: its client, whose connection was cut, sends
+        it again.
         """
         if not _NAME.fullmatch(name):
             told = "call cannot be named" if kind == "call" else "job cannot be called"
@@ -224,6 +227,11 @@ class Jobs:
         with self._changed:
             own = name
             if kind == "call":
+                while submission and (job := self._submitted(name, submission)):
+                    if self.is_there(job):
+                        return job
+                    # The connection that it came over is lost, or is about to bring its rest.
+                    self._changed.wait()
                 self._check_free(name)
             else:
                 alike = [_number_of(each.id) for each in self._jobs.values() if each.kind == kind]
@@ -233,9 +241,15 @@ class Jobs:
             folder = self._folder / own
             folder.mkdir(parents=True, mode=0o700)
             # Only now: without a folder there is no job, and nobody gives it up.
-            job = self._jobs[own] = Job(own, kind, [], time.time(), str(folder))
+            job = self._jobs[own] = Job(
+                own, kind, [], time.time(), str(folder), submission=submission
+            )
             self._live[own] = _Live()
         return job
+
+    def _submitted(self, name: str, submission: str) -> Job | None:
+        job = self._jobs.get(name)
+        return job if job is not None and job.submission == submission else None
 
     def _check_free(self, name: str) -> None:
         job = self._jobs.get(name)
@@ -244,7 +258,7 @@ class Jobs:
         if job.kind != "call":
             raise PoolError(f"a job is called {name!r}, see `sky jobs`; give another name")
         if name in self._live:
-            state = job.state if self._is_there(job) else "being submitted"
+            state = job.state if self.is_there(job) else "being submitted"
             raise PoolError(
                 f"a call named {name!r} is {state}: compute.result({name!r}) waits for it and "
                 f"compute.cancel({name!r}) ends it; give another name"
@@ -316,7 +330,7 @@ class Jobs:
         with self._changed:
             while there := [each for each in self._live if self._jobs[each].kind == kind]:
                 job = self._jobs[there[0]]
-                if self._is_there(job):
+                if self.is_there(job):
                     self._write_private(job, private or {})
                     return self._view(job), True
                 # Another caller starts it.
@@ -530,6 +544,7 @@ class Jobs:
         with self._changed:
             self._write(job)
             self._live[job.id].is_sent = True
+            self._changed.notify_all()
             self._start_runner = start_runner
             runner = None
             if self._orders is not None:

@@ -44,20 +44,26 @@ def start(
     private: dict[str, str] | None = None,
     by: str = "",
     function: str = "",
+    submission: str = "",
 ) -> str:
     """Start a job, and return its id; what it needs follows in parts, up to one without bytes.
 
     That is a compressed tar for a script. With `function` it is a call of that function, and the
-    command is that of the runner, if none is there. Without all parts there is no job.
+    command is that of the runner, if none is there. Without all parts there is no job. A call of
+    the same name and submission is not started twice.
     """
     jobs = caller.node.jobs
     refusal: Exception | None = None
     job: Job | None = None
     try:
-        job = jobs.begin(name, "call" if function else "script")
+        job = jobs.begin(name, "call" if function else "script", submission)
     except (PoolError, OSError) as problem:
         # Its parts come all the same.
         refusal = problem
+    if job is not None and jobs.is_there(job):
+        for _ in caller.parts():
+            pass
+        return job.id
     try:
         with open("/dev/null" if job is None else Path(job.folder, GIVEN), "wb") as file:
             for body in caller.parts():
