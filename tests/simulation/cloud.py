@@ -56,7 +56,8 @@ class Cloud(Pool):
         kernel.at(kernel.now + LOOK_SECONDS, self._look)
         self._await(self.client)
         self._named("its client")
-        if self.client.status == 0 and not self.kinds - QUIET and not self.wrong - QUIET:
+        is_quiet = not self.kinds - QUIET and not self.wrong - QUIET
+        if self.client.status == 0 and is_quiet and not self._has_given_up():
             self._empty("its client")
         if self.random.random() < 0.5:
             # At once, while much still goes wrong.
@@ -156,6 +157,11 @@ class Cloud(Pool):
             self._says(f"after {after}, {each.id} of node {each.node} is left")
         if left := self._journal():
             self._says(f"after {after}, the journal still has {left}")
+
+    def _has_given_up(self) -> bool:
+        """Whether the client says that a slow provider did not remove a machine in time."""
+        told = "its machine could not be removed: TimeoutError"
+        return "late" in self.wrong and any(told in line for line in self.world.said)
 
     def _look(self) -> None:
         """Look now and then whether the pool has more machines than it may."""
