@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from skyward.device.core import device_stats as device_stats
     from skyward.device.loader import loader as loader
     from skyward.device.profile import profile as profile
+    from skyward.device.replay import replay as replay
     from skyward.errors import BroadcastError as BroadcastError
     from skyward.errors import NodeLostError as NodeLostError
     from skyward.errors import RemoteError as RemoteError
@@ -97,6 +98,7 @@ _HOMES = {
     "device.core": ("device_stats",),
     "device.loader": ("loader",),
     "device.profile": ("profile",),
+    "device.replay": ("replay",),
     "errors": (
         "BroadcastError",
         "NodeLostError",

@@ -120,6 +120,7 @@ class Core:
 
         self._library = ctypes.CDLL(str(build.library("client")), mode=ctypes.RTLD_GLOBAL)
         self._library.sky_message.restype = ctypes.c_char_p
+        self._library.sky_settings_now.restype = ctypes.c_uint64
         # PyTorch's binding raises errors of the core as this class.
         self._library.sky_error_class(ctypes.py_object(DeviceError))
         # Slices of storages are known by what PyTorch frees them with.
@@ -259,6 +260,45 @@ class Core:
             "sky_profile_stop", ctypes.c_uint32(serial), ctypes.byref(answer), ctypes.byref(size)
         )
         return ctypes.string_at(answer, size.value)
+
+    # For replays.
+
+    def settings(self) -> int:
+        """What PyTorch keeps for the whole process and operations depend on."""
+        return int(self._library.sky_settings_now())
+
+    def use_lines(self, line_now: Callable[[], int]) -> None:
+        """Have tapes tell the lines of operations by the numbers that this function gives."""
+        self._line_now = ctypes.CFUNCTYPE(ctypes.c_int)(line_now)
+        self._library.sky_line_now(self._line_now)
+
+    def start_tape(self, index: int) -> None:
+        """Note what this thread issues on a device."""
+        self._call("sky_start_tape", index)
+
+    def stop_tape(self, index: int) -> bytes:
+        """What was noted since `start_tape`, as `csrc/client/tape.cpp` writes it."""
+        answer, size = ctypes.c_void_p(), ctypes.c_uint64()
+        serial = ctypes.c_uint32(self._serials[index])
+        self._call("sky_stop_tape", serial, ctypes.byref(answer), ctypes.byref(size))
+        return ctypes.string_at(answer, size.value)
+
+    def reserve(self, index: int, count: int) -> list[int]:
+        """Slots for what a program makes."""
+        slots = (ctypes.c_uint32 * count)()
+        self._call("sky_reserve", index, ctypes.c_uint32(count), slots)
+        return list(slots)
+
+    def add_program(self, index: int, content: bytes) -> int:
+        """Have the worker keep a program, which `csrc/client/programs.cpp` reads; its number."""
+        number = ctypes.c_int64()
+        size = ctypes.c_uint64(len(content))
+        self._call("sky_add_program", index, content, size, ctypes.byref(number))
+        return number.value
+
+    def drop_program(self, number: int) -> None:
+        """Have the worker forget a program."""
+        self._library.sky_drop_program(ctypes.c_int64(number))
 
     def seed(self, index: int, seed: int) -> None:
         """Seed the worker's own generator."""

@@ -9,6 +9,8 @@
 
 #include "links.h"
 #include "operations.h"
+#include "programs.h"
+#include "settings.h"
 
 namespace sky {
 int register_widely(const std::set<std::string>& left);
@@ -275,6 +277,43 @@ int sky_profile_stop(uint32_t serial, const char** answer, uint64_t* size) {
     *size = written.size();
   });
 }
+
+// What PyTorch keeps for the whole process and operations depend on.
+uint64_t sky_settings_now() { return sky::settings_now(); }
+
+// Numbers the line of the user's program that runs now; for tapes.
+void sky_line_now(int (*line_now)()) { sky::line_now = line_now; }
+
+// Notes what this thread issues on a device, until it is stopped.
+int sky_start_tape(int index) {
+  return sky::guarded([&] { sky::session_at(static_cast<c10::DeviceIndex>(index)).start_tape(); });
+}
+
+// What was noted, until this thread's next call.
+int sky_stop_tape(uint32_t serial, const char** answer, uint64_t* size) {
+  static thread_local std::string noted;
+  return sky::guarded([&] {
+    noted = sky::session_by_serial(serial)->stop_tape();
+    *answer = noted.data();
+    *size = noted.size();
+  });
+}
+
+// Slots for what a program makes. They are the program's from `sky_add_program` on.
+int sky_reserve(int index, uint32_t count, uint32_t* slots) {
+  return sky::guarded([&] {
+    auto reserved = sky::session_at(static_cast<c10::DeviceIndex>(index)).reserve(count);
+    std::copy(reserved.begin(), reserved.end(), slots);
+  });
+}
+
+int sky_add_program(int index, const char* content, uint64_t size, int64_t* number) {
+  return sky::guarded([&] {
+    *number = sky::add_program(sky::session_at(static_cast<c10::DeviceIndex>(index)), {content, size});
+  });
+}
+
+void sky_drop_program(int64_t number) { sky::drop_program(number); }
 
 // For tests: random arguments as they are written, and what they are. The answers stay until the next call.
 int sky_probe(int index, uint64_t seed, uint32_t count, const char** definition, uint64_t* definition_size,

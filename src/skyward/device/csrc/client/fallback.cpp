@@ -30,6 +30,7 @@ void tell_settings(Session& session, const Key& key, const OpInfo& info) {
   } record{kSettings, settings};
   session.put(&record, sizeof record);
   session.settings = settings;
+  if (auto* noted = session.tape()) noted->settings(settings);
 }
 
 // Whether a tensor is to be made like another, but on another device.
@@ -240,6 +241,16 @@ void apply(const Resized& change, const Key& key) {
   impl->set_sizes_and_strides(change.layout.sizes, change.layout.strides);
 }
 
+void note_taped(Tape& tape, uint32_t line, const Template& t, const Key& key, const IValue* args,
+                const std::string& slots) {
+  const auto& info = *t.op;
+  auto name = info.name->overload_name.empty() ? info.name->name : info.name->name + "." + info.name->overload_name;
+  auto fields = payload_fields(key, info, args);
+  tape.operation(line, t.id, name, fields, key.payload, slots);
+  if (t.asks_always || (info.indexes && key.masked)) tape.blocked(name + ", whose result depends on data");
+  if (!t.resized.empty()) tape.blocked(name + ", which resizes a tensor");
+}
+
 }  // namespace
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
@@ -274,6 +285,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
 
   auto& session = *key.session;
   c10::SmallVector<IValue, 4> results;
+  const auto line = line_of_tape();
   {
     std::unique_lock lock(session.mutex);
     session.begin();
@@ -344,11 +356,14 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       w.raw(slots.data(), slots.size());
       session.put(w.bytes().data(), w.size());
     } else {
+      auto payload = key.payload.size();
       key.payload.append(slots);
       session.put(&t->id, 4);
       session.put(key.payload.data(), key.payload.size());
+      key.payload.resize(payload);
     }
     for (auto& change : t->resized) apply(change, key);
+    if (auto* noted = session.tape()) note_taped(*noted, line, *t, key, args, slots);
     if (C10_UNLIKELY(issue != nullptr)) issue->end = nanoseconds();
   }
   if (C10_UNLIKELY(synchronous())) session.synchronize(kAllStreams);

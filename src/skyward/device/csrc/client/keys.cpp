@@ -184,6 +184,30 @@ void write_value(Writer& w, const Key& key, const OpInfo& op, size_t& tensor, co
   }
 }
 
+void add_fields(std::string& out, const Key& key, const OpInfo& op, size_t& tensor, const IValue& v, bool written,
+                bool number, bool is_index) {
+  if (v.isList()) {
+    for (const IValue& e : v.toListRef())
+      add_fields(out, key, op, tensor, e, written, number, v.isOptionalTensorList() || is_index);
+  } else if (!v.isTensor()) {
+    switch (row_of(see(op, v, number).kind).sent) {
+      case Content::kId: out += kGeneratorField; break;
+      case Content::kInteger: out += kIntegerField; break;
+      case Content::kReal: out += kRealField; break;
+      case Content::kPair: out += kComplexField; break;
+      default: break;
+    }
+  } else if (auto& given = v.toTensor(); given.defined()) {
+    if (!is_sky(given) && given.dim() == 0 && !is_index) {
+      out += kNumberField;
+      out += static_cast<char>(given.scalar_type());
+      return;
+    }
+    out += written ? kWrittenSlotField : kSlotField;
+    if (Session::place_of(key.tensors[tensor++].unsafeGetTensorImpl()).offset) out += kOffsetField;
+  }
+}
+
 }  // namespace
 
 Session* find_session(const IValue& v) {
@@ -229,6 +253,15 @@ void key_arguments(Key& key, const OpInfo& op, const IValue* args) {
 void write_arguments(Writer& w, const Key& key, const OpInfo& op, const IValue* args) {
   size_t tensor = 0;
   for (size_t i = 0; i < op.arguments; i++) write_value(w, key, op, tensor, args[i], op.number[i], op.list[i], false);
+}
+
+std::string payload_fields(const Key& key, const OpInfo& op, const IValue* args) {
+  std::string fields;
+  size_t tensor = 0;
+  for (size_t i = 0; i < op.arguments; i++)
+    add_fields(fields, key, op, tensor, args[i], op.written[i], op.list[i] == kScalars || op.number[i],
+               op.list[i] == kOptionalTensors);
+  return fields;
 }
 
 }  // namespace sky

@@ -37,6 +37,9 @@ void key_arguments(Key& key, const OpInfo& op, const c10::IValue* args);
 // What the template says of the arguments; the key is theirs.
 void write_arguments(Writer& w, const Key& key, const OpInfo& op, const c10::IValue* args);
 
+// What the payload consists of: Field letters. The key is the arguments'.
+std::string payload_fields(const Key& key, const OpInfo& op, const c10::IValue* args);
+
 uint64_t hash(const OpInfo* op, const std::vector<uint64_t>& words);
 
 }  // namespace sky

@@ -10,7 +10,7 @@ std::vector<Life> Session::living() {
   std::lock_guard lock(mutex);
   std::vector<Life> found;
   for (uint32_t slot = 1; slot < lives_.size(); slot++)
-    if (slots_.is_taken(slot)) found.push_back(lives_[slot]);
+    if (slots_.is_taken(slot) && !reserved_.count(slot)) found.push_back(lives_[slot]);
   return found;
 }
 
@@ -75,6 +75,7 @@ void Session::inherit(Session& before, const Inheritance& inheritance) {
     slots_ = before.slots_;
     lives_ = before.lives_;
     held_ = before.held_;
+    reserved_ = before.reserved_;
     large_ = before.large_;
     large_count_ = before.large_count_;
     copies_ = copies_before_ = before.copies_;

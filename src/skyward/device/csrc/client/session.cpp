@@ -87,6 +87,7 @@ void Session::begin() {
   uint32_t record[] = {kStream, wanted};
   put(record, sizeof record);
   stream_ = wanted;
+  if (auto* noted = tape()) noted->blocked("a change of the stream");
 }
 
 void Session::append(const void* data, size_t size) {
@@ -246,11 +247,12 @@ void Session::forget_templates() {
   for (auto& [hash, each] : templates) times.push_back(each->used);
   auto limit = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 4);
   std::nth_element(times.begin(), limit, times.end());
+  auto goes = [&](const Template& t) { return t.used <= *limit && !t.programs; };
   for (auto& [hash, each] : templates)
-    if (each->next && each->next->used <= *limit) each->next = nullptr;
-  if (last && last->used <= *limit) last = nullptr;
+    if (each->next && goes(*each->next)) each->next = nullptr;
+  if (last && goes(*last)) last = nullptr;
   std::erase_if(templates, [&](auto& entry) {
-    if (entry.second->used > *limit) return false;
+    if (!goes(*entry.second)) return false;
     forgotten.push_back(entry.second->id);
     return true;
   });
@@ -375,6 +377,7 @@ void Session::distrust() {
 
 std::string Session::ask(const void* data, size_t size, bool interruptibly, uint64_t following) {
   auto wait = wait_for(data);
+  if (auto* noted = tape(); noted && wait == kAskingOther) noted->blocked("a question to the device");
   // A read is recorded by `fetch`, which knows its size.
   Spent spent(wait == kReading ? nullptr : recording_.get(), wait, 0);
   skip_unwanted(interruptibly);
@@ -466,6 +469,7 @@ std::string Session::event(uint32_t event, EventAction action, uint32_t other) {
     raise_late();
   } else {
     put(&record, sizeof record);
+    if (auto* noted = tape()) noted->blocked("an event");
   }
   return "";
 }

@@ -30,6 +30,7 @@
 #include "recording.h"
 #include "remembered.h"
 #include "slots.h"
+#include "tape.h"
 #include "warnings.h"
 
 namespace sky {
@@ -74,6 +75,7 @@ struct Template {
   std::vector<Resized> resized;
   Template* next = nullptr;  // what came after it last time
   uint64_t used = 0;         // the number of the last operation that was of it
+  uint32_t programs = 0;     // that have operations of it, so that it is not forgotten
   uint64_t kind = 0;         // of its arguments, where a rule is not sure of them
   std::optional<std::vector<OutInfo>> guess;
 };
@@ -168,6 +170,13 @@ class Session {
   std::string exported(const std::vector<uint32_t>& slots);
   void start_recording();
   Profile stop_recording();
+
+  // tape.cpp: what this thread issues, noted; and slots for what the worker makes when it does that again.
+  void start_tape();
+  std::string stop_tape();
+  Tape* tape() { return C10_UNLIKELY(tape_ != nullptr) && tape_->is_mine() ? tape_.get() : nullptr; }
+  std::vector<uint32_t> reserve(uint32_t count);
+  void give_back(const std::vector<uint32_t>& slots) noexcept;
   void close(const std::string& why);
   void retire();  // after closing: its threads end, and what it held is given back
   void check_open() const;
@@ -263,6 +272,8 @@ class Session {
   uint32_t marks_ = 0;                      // that the worker has not come to yet
   std::deque<uint64_t> unwanted_;           // replies whose wait was interrupted: the bytes that follow each
   std::unique_ptr<Recording> recording_;
+  std::unique_ptr<Tape> tape_;
+  std::unordered_set<uint32_t> reserved_;   // slots that no storage here has
   Slots slots_;
   std::vector<Life> lives_;  // by slot
   std::unordered_map<uint32_t, Hold> held_;

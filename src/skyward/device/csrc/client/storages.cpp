@@ -22,6 +22,7 @@ c10::Storage Session::new_storage(uint64_t bytes, bool tell) {
       uint64_t bytes;
     } record{kNew, slot, bytes};
     put(&record, sizeof record);
+    if (auto* noted = tape()) noted->made(slot, bytes);
   }
   auto* name = reinterpret_cast<void*>(Address::of_slot(serial, slot));
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
@@ -87,6 +88,7 @@ void Session::resize_storage(c10::StorageImpl* storage, uint64_t bytes) {
   } record{kResize, behind(storage->_mutable_data_ptr_no_checks()).slot, bytes};
   wrote(record.slot);
   put(&record, sizeof record);
+  if (auto* noted = tape()) noted->blocked("resize_ of a tensor");
 }
 
 void Session::delete_storage(void* context) noexcept {
@@ -157,6 +159,7 @@ void Session::release(uint32_t slot) noexcept {
   if (C10_UNLIKELY(!exported_.empty())) exported_.erase(slot);
   wrote(slot);
   slots_.give(slot);
+  if (C10_UNLIKELY(tape_ != nullptr)) tape_->freed(slot);
   if (C10_UNLIKELY(large_count_ > 0))
     for (auto& large : large_)
       if (large == slot) {

@@ -26,6 +26,7 @@ void Session::upload(uint32_t slot, uint64_t offset, const at::Tensor& dense, bo
   begin();
   wrote(slot);
   bool is_inline = size <= kInlineUpload;
+  if (auto* noted = tape()) noted->uploaded(slot, offset, data, size, is_inline);
   if (later && !is_inline && rings_)
     if (auto pinned = use_pinned(data, size, serial, copies_ + 1)) {
       stats.uploaded += size;
@@ -70,8 +71,19 @@ std::string Session::located(const at::Tensor& source) const {
 }
 
 void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
+  auto line = line_of_tape();
   std::lock_guard lock(mutex);
   notice_waiting();
+  struct Noted {
+    Tape* tape;
+    uint32_t line;
+    std::string located;
+    const void* into;
+    uint64_t size;
+    ~Noted() {
+      if (C10_UNLIKELY(tape != nullptr)) tape->read(line, located, into, size <= kInlineFetch ? size : 0);
+    }
+  } noted{tape(), line, C10_UNLIKELY(tape() != nullptr) ? located(source) : std::string(), into, size};
   Spent spent(recording_.get(), size <= kInlineFetch ? kReading : kDownloading, size);
   begin();
   stats.fetched += size;
@@ -103,6 +115,7 @@ void Session::fetch_later(const at::Tensor& source, at::Tensor into) {
   std::lock_guard lock(mutex);
   Spent spent(recording_.get(), kDownloading, into.nbytes());
   begin();
+  if (auto* noted = tape()) noted->blocked("a copy to the host that is not waited for");
   stats.fetched += into.nbytes();
   if (rings_)
     if (auto pinned = use_pinned(into.const_data_ptr(), into.nbytes(), serial, copies_ + 1)) {

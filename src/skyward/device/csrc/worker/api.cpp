@@ -46,6 +46,11 @@ extern "C" void sky_worker_import_later(void (*import)(), const char* names) {
 
 extern "C" void sky_worker_import_operator(int (*import)(const char*, char*, size_t)) { sky::import_operator = import; }
 
+extern "C" void sky_worker_use_captures(int (*begin)(), uint64_t (*end)(int), int (*run)(uint64_t),
+                                        void (*drop)(uint64_t)) {
+  sky::captures = {begin, end, run, drop};
+}
+
 // What torch's libraries know of this machine. `own_torch.py` has the same.
 struct About {
   int64_t gpus;

@@ -140,6 +140,9 @@ size_t Session::step(const char* data, size_t size) {
   switch (head) {
     case kDefine: return sized(data, size, [&](Reader& r) { define(r); });
     case kRedefine: return sized(data, size, [&](Reader& r) { redefine(r); });
+    case kProgram: return sized(data, size, [&](Reader& r) { define_program(r); });
+    case kReplay: return sized(data, size, [&](Reader& r) { replay(r); });
+    case kForgetProgram: return fixed(data, size, 8, [&](Reader& r) { forget_program(r); });
     case kMark: return fixed(data, size, 4, [&](Reader&) { tell_mark(); });
     case kAsk: return sized(data, size, [&](Reader& r) { ask(r); });
     case kBind: return sized(data, size, [&](Reader& r) { bind_asked(r); });

@@ -24,6 +24,7 @@
 #include "copies.h"
 #include "failures.h"
 #include "layouts.h"
+#include "programs.h"
 #include "recording.h"
 #include "slots.h"
 #include "streams.h"
@@ -175,6 +176,22 @@ class Session {
   void describe_written(Writer& w, Template& t, const char* payload);
   bool describe_resized(Writer& w, const Spec& s, uint32_t number, int64_t offset, uint32_t index);
 
+  // programs.cpp: records that are carried out again.
+  void define_program(Reader& r);
+  void forget_program(Reader& r);
+  void replay(Reader& r);
+  size_t program_step(const char* data, size_t size);
+  void run_records(const Program& program, size_t begin, size_t end);
+  void run_part(Program& program, Part& part);
+  size_t look_at(const char* data, size_t size, Touched& touched, bool& may_be_graph);
+  void divide(Program& program);
+  std::optional<std::vector<Lying>> lying(const std::vector<uint32_t>& slots);
+  void put_back(const std::vector<uint32_t>& slots, const std::vector<Lying>& before);
+  bool capture(Program& program, Part& part);
+  bool bring(const Program& program, const Part& part);
+  void copy_bytes(Slot& from, uint64_t offset, Slot& to, uint64_t into, uint64_t bytes);
+  void hand_out(Slot& from, Slot& to);
+
   // bytes.cpp: memory and what is in it.
   c10::Storage new_storage(uint64_t bytes);
   void allocate(Reader& r);
@@ -234,6 +251,7 @@ class Session {
   std::vector<std::pair<at::Tensor, int>> asked_;
   bool asked_of_graph_ = false;
   std::unordered_map<uint32_t, at::Generator> generators_;
+  std::unordered_map<uint32_t, Program> programs_;
   Streams streams_;
   Recording recording_;
   Copies copies_;

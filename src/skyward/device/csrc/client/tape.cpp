@@ -1,0 +1,103 @@
+#include "tape.h"
+
+#include "session.h"
+
+namespace sky {
+namespace {
+
+// `replay/tape.py` reads them.
+enum Entry : uint8_t { kOperation, kMade, kFreed, kUploaded, kRead, kSet, kBlocked };
+
+}  // namespace
+
+void Tape::operation(uint32_t line, uint32_t id, std::string_view name, std::string_view fields,
+                     std::string_view payload, std::string_view slots) {
+  w_.u8(kOperation);
+  w_.u32(line);
+  w_.u32(id);
+  w_.text(name);
+  w_.text(fields);
+  w_.text(payload);
+  w_.text(slots);
+}
+
+void Tape::made(uint32_t slot, uint64_t bytes) {
+  w_.u8(kMade);
+  w_.u32(slot);
+  w_.u64(bytes);
+}
+
+void Tape::freed(uint32_t slot) {
+  w_.u8(kFreed);
+  w_.u32(slot);
+}
+
+void Tape::uploaded(uint32_t slot, uint64_t offset, const void* from, uint64_t size, bool with_bytes) {
+  w_.u8(kUploaded);
+  w_.u32(slot);
+  w_.u64(offset);
+  w_.u64(reinterpret_cast<uintptr_t>(from));
+  w_.u64(size);
+  w_.text(with_bytes ? std::string_view(static_cast<const char*>(from), size) : std::string_view());
+}
+
+void Tape::read(uint32_t line, std::string_view located, const void* into, uint64_t size) {
+  w_.u8(kRead);
+  w_.u32(line);
+  w_.text(located);
+  w_.text({static_cast<const char*>(into), size});
+}
+
+void Tape::settings(uint64_t settings) {
+  w_.u8(kSet);
+  w_.u64(settings);
+}
+
+void Tape::blocked(std::string_view what) {
+  w_.u8(kBlocked);
+  w_.text(what);
+}
+
+void Session::start_tape() {
+  std::lock_guard lock(mutex);
+  begin();
+  SKY_CHECK(!tape_, "sky:", index, " is recorded for another sky.replay; call one of them after the other");
+  tape_ = std::make_unique<Tape>();
+  tape_->settings(settings);
+  tapes++;
+}
+
+std::string Session::stop_tape() {
+  std::lock_guard lock(mutex);
+  SKY_CHECK(tape_, "sky:", index, " is not recorded");
+  auto tape = std::move(tape_);
+  tapes--;
+  return tape->content();
+}
+
+std::vector<uint32_t> Session::reserve(uint32_t count) {
+  std::lock_guard lock(mutex);
+  begin();
+  std::vector<uint32_t> slots;
+  while (slots.size() < count) {
+    auto slot = slots_.take();
+    if (!slot)
+      for (auto taken : slots) slots_.give(taken);
+    SKY_CHECK(slot, "more than ", Slots::kCount, " tensors live on sky:", index);
+    slots.push_back(slot);
+  }
+  reserved_.insert(slots.begin(), slots.end());
+  return slots;
+}
+
+void Session::give_back(const std::vector<uint32_t>& slots) noexcept {
+  for (auto slot : slots) {
+    {
+      std::lock_guard lock(mutex);
+      reserved_.erase(slot);
+    }
+    release(slot);
+  }
+}
+
+}  // namespace sky

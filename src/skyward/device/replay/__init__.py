@@ -1,0 +1,799 @@
+"""`sky.replay`: a function on a device is recorded, and then done again with one message."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import linecache
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+from skyward.device.core import core
+from skyward.device.library import Core
+from skyward.device.replay import tape
+from skyward.device.replay.numbers import Leaf, Scope, followed_through_math, plain
+from skyward.device.replay.program import (
+    DTYPES,
+    Plan,
+    Program,
+    Recording,
+    Result,
+    Unfit,
+    View,
+    numbers_for,
+    plan,
+)
+from skyward.device.replay.surroundings import Place, Surroundings
+from skyward.device.replay.tape import Name
+from skyward.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+KINDS_MOST = 16
+"""For so many kinds of arguments a function is recorded."""
+PROGRAMS_MOST = 8
+"""Programs for one kind of arguments: a function may do one thing or the other."""
+CALLS_IN_VAIN = 6
+"""After so many calls of which no two did the same, a function is not recorded any more."""
+SAMPLES = 3
+
+_recording = threading.Lock()
+_is_recording = threading.local()
+
+
+def replay(function: Callable[P, T]) -> Replay[P, T]:
+    """Have a function of tensors on a sky device run as one message.
+
+    The first calls run as they are, and are recorded. When two have done the same, the worker does
+    it by itself, on a GPU as a CUDA graph: Python is not run any more. Numbers that vary, such as a
+    learning rate or an optimiser's count of steps, are computed here and sent along.
+
+    >>> step = sky.replay(train_step)
+    >>> for x, y in loader:
+    ...     loss = step(x, y)
+    """
+    if not callable(function):
+        raise ConfigurationError(f"replay({function!r}): give a function that uses a sky device")
+    return Replay(function)
+
+
+class Replay(Generic[P, T]):
+    """A function that is recorded and replayed; `sky.replay` makes it."""
+
+    def __init__(self, function: Callable[P, T]) -> None:
+        self._function = function
+        self._kinds: dict[Any, _Kind] = {}
+        self._is_synchronous = os.environ.get("SKYWARD_DEVICE_SYNC", "0") not in ("", "0")
+        self.replayed = 0
+        """How many calls were replayed."""
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function, or have the worker do what it did."""
+        from torch.utils import _pytree as pytree
+
+        if self._is_synchronous or getattr(_is_recording, "now", False):
+            return self._function(*args, **kwargs)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        key = (tree, *map(_kind_of, leaves), *_mode())
+        kind = self._kinds.get(key)
+        if kind is None:
+            if len(self._kinds) == KINDS_MOST:
+                warnings.warn(
+                    f"sky.replay runs {self._name} as it is for arguments of more than "
+                    f"{KINDS_MOST} kinds of sizes; give it fewer, or make another sky.replay",
+                    stacklevel=2,
+                )
+            kind = self._kinds[key] = _Kind(self._function)
+            if len(self._kinds) > KINDS_MOST:
+                kind.problem = Unfit("there are too many kinds of arguments")
+        for ready in kind.ready:
+            found, result = ready.run(leaves)
+            if found:
+                self.replayed += 1
+                return result  # type: ignore[no-any-return]
+        if kind.problem is not None:
+            return self._function(*args, **kwargs)
+        result = kind.record(leaves, tree)
+        if kind.problem is not None:
+            warnings.warn(self._advice(kind.problem), stacklevel=2)
+        return result  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        problems = [str(kind.problem) for kind in self._kinds.values() if kind.problem]
+        ready = sum(len(kind.ready) for kind in self._kinds.values())
+        told = f"; {problems[0]}" if problems else ""
+        return f"<sky.replay of {self._name}: {ready} programs, {self.replayed} replayed{told}>"
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
+    def _advice(self, problem: Unfit) -> str:
+        where = ""
+        if problem.line:
+            file, number = _lines.at(problem.line)
+            text = linecache.getline(file, number).strip()
+            where = f"\n  {file}:{number}: {text}"
+        return f"sky.replay runs {self._name} as it is: {problem}{where}"
+
+
+def _kind_of(leaf: Any) -> Any:
+    import torch
+
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    if type(leaf) is float:
+        return float
+    try:
+        hash(leaf)
+    except TypeError:
+        return id(leaf)
+    return type(leaf), leaf
+
+
+def _mode() -> tuple[Any, ...]:
+    import torch
+
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("sky"),
+        torch.get_autocast_dtype("sky"),
+        torch.get_default_dtype(),
+        core().settings(),
+    )
+
+
+class _Kind:
+    """Calls with one kind of arguments."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.ready: list[_Ready] = []
+        self.problem: Unfit | None = None
+        self._groups: list[list[Recording]] = []
+        """Calls that did the same, each."""
+        self._varying: set[Place] = set()
+        """Numbers that were seen to change."""
+        self._in_vain = 0
+
+    def record(self, leaves: list[Any], tree: Any) -> Any:
+        """Call the function and note what it does; make a program of it if that is possible."""
+        with _recording:
+            _is_recording.now = True
+            try:
+                recorder = _Recorder(self._function, self._varying)
+                result, recording = recorder.record(leaves, tree)
+            finally:
+                _is_recording.now = False
+        if recording is not None:
+            self._consider(recording, recorder)
+        return result
+
+    def _consider(self, recording: Recording, recorder: _Recorder) -> None:
+        self._in_vain += 1
+        group = next((each for each in self._groups if not each[-1].difference(recording)), None)
+        if group is None:
+            problem = self._groups[-1][-1].difference(recording) if self._groups else None
+            self._groups = [*self._groups, [recording]][-PROGRAMS_MOST:]
+            if self._in_vain >= CALLS_IN_VAIN:
+                self.problem = recording.problem or problem
+            return
+        group[:] = [*group, recording][-SAMPLES:]
+        try:
+            found = plan(group)
+            ready = _Ready(recorder, found)
+        except Unfit as problem:
+            self.problem = problem
+            return
+        self._in_vain = 0
+        for sample in group:
+            for number in found.inputs:
+                sample.arguments[number] = None
+        former = [each for each in self.ready if each.group is group]
+        for each in former:
+            self.ready.remove(each)
+            each.drop()
+        ready.group = group
+        self.ready = [ready, *self.ready]
+        while len(self.ready) > PROGRAMS_MOST:
+            self.ready.pop().drop()
+
+
+class _Lines:
+    """The lines of users' programs, by numbers."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, int]] = [("", 0)]
+        self._numbers: dict[tuple[str, int], int] = {}
+
+    def now(self) -> int:
+        """The number of the line of the user's that runs now."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+            frame = frame.f_back
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        if line not in self._numbers:
+            self._numbers[line] = len(self._lines)
+            self._lines.append(line)
+        return self._numbers[line]
+
+    def at(self, number: int) -> tuple[str, int]:
+        return self._lines[number]
+
+
+@functools.cache
+def _is_ours(file: str) -> bool:
+    import torch
+
+    folders = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    return file.startswith((*folders, "<")) or os.sep + "contextlib.py" in file
+
+
+_lines = _Lines()
+
+
+class _Recorder:
+    """Records one call of a function."""
+
+    def __init__(self, function: Callable[..., Any], varying: set[Place]) -> None:
+        self._function, self._varying = function, varying
+        self.core = core()
+        self.surroundings = Surroundings.of(function)
+        self.index = -1
+        self._scope = Scope()
+        self._values: dict[Leaf, float | int] = {}
+        self._sizes = [*map(len, self.surroundings.containers)]
+        self._grown = ""
+
+    def record(self, leaves: list[Any], tree: Any) -> tuple[Any, Recording | None]:
+        """What the function returns, and what it has done."""
+        from torch.utils import _pytree as pytree
+
+        found = self.surroundings
+        tensors = [*(each for each in leaves if _is_sky(each)), *found.tensors.values()]
+        indices = {each.device.index for each in tensors if _is_sky(each)}
+        given, arguments = self._plant_arguments(leaves)
+        args, kwargs = pytree.tree_unflatten(given, tree)
+        if len(indices) != 1:
+            return self._function(*args, **kwargs), None
+        self.index = indices.pop()
+        others = {
+            each: self.core.stats(each).operations
+            for each in self.core.open_devices
+            if each != self.index
+        }
+        before = self._before()
+        places = {slot: path for path, slot in reversed(before.items())}
+        given_slots = {
+            self._slot(each): number for number, each in enumerate(leaves) if _is_sky(each)
+        }
+        hosts = {
+            each.data_ptr(): number for number, each in enumerate(leaves) if _is_on_host(each)
+        }
+        steps = [scheduler._step_count for scheduler in found.schedulers]
+        self._versions = {path: t._version for path, t in found.tensors.items() if _is_host(t)}
+        self._told = {path: t.item() for path, t in found.tensors.items() if _is_host(t)}
+        planted = self._plant()
+        self.core.use_lines(_lines.now)
+        self.core.start_tape(self.index)
+        try:
+            with followed_through_math(), self._reading(), self._scheduling(planted):
+                result = self._function(*args, **kwargs)
+        finally:
+            content = self.core.stop_tape(self.index)
+            ended = {place: place.get() for place in planted}
+            self._uproot(planted)
+        recording = Recording(
+            tape.read(content, places, given_slots, hosts),
+            self._scope,
+            self._values,
+            arguments,
+        )
+        try:
+            self._explain(recording, ended, before, steps, others)
+            result = self._note_results(recording, result, leaves)
+        except Unfit as problem:
+            recording.problem = problem
+            result = pytree.tree_map(plain, result)
+        return result, recording
+
+    # Before.
+
+    def _plant_arguments(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Arguments whose numbers remember how they are used."""
+        given = list(leaves)
+        for number, leaf in enumerate(leaves):
+            if type(leaf) is float:
+                given[number] = self._leaf(("argument", number), leaf)
+        return given, list(leaves)
+
+    def _leaf(self, which: Leaf, value: Any) -> Any:
+        self._values[which] = value
+        return self._scope.leaf(which, value)
+
+    def _plant(self) -> list[Place]:
+        """Replace numbers that may change; returns their places."""
+        groups = {id(group) for group in self.surroundings.groups}
+        planted = []
+        for place, value in self.surroundings.numbers.items():
+            if type(value) not in (int, float):
+                continue
+            if place in self._varying or id(place.container) in groups:
+                place.set(self._leaf(place, value))
+                planted.append(place)
+        return planted
+
+    def _uproot(self, planted: list[Place]) -> None:
+        """Have plain numbers in all places again."""
+        for place in planted:
+            with contextlib.suppress(KeyError, IndexError):
+                place.set(plain(place.get()))
+        for scheduler in self.surroundings.schedulers:
+            for key, value in vars(scheduler).items():
+                is_list = isinstance(value, list)
+                vars(scheduler)[key] = [*map(plain, value)] if is_list else plain(value)
+
+    def _slot(self, tensor: Any) -> int:
+        slot = self.core.slot(self.index, tensor.untyped_storage().data_ptr())
+        return -1 if slot is None else slot
+
+    def _before(self) -> dict[str, int]:
+        """The slots of all tensors of the device, by their paths."""
+        return {
+            path: self._slot(each)
+            for path, each in self.surroundings.tensors.items()
+            if _is_sky(each) and each.device.index == self.index
+        }
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Have numbers that are read from tensors on the host remember that."""
+        import torch
+
+        known = {id(each): path for path, each in self.surroundings.tensors.items()}
+        recorder = self
+
+        def item(self: Any) -> Any:
+            value = torch._C.TensorBase.item(self)
+            path = known.get(id(self))
+            if path not in recorder._versions:
+                return value
+            is_later = self._version != recorder._versions[path]
+            return recorder._leaf(("host", path, is_later), value)
+
+        torch.Tensor.item = item  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del torch.Tensor.item
+
+    @contextlib.contextmanager
+    def _scheduling(self, planted: list[Place]) -> Iterator[None]:
+        """Have schedulers see plain numbers: a replay runs them as they are."""
+
+        def stepping(step: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self._uproot(planted)
+                return step(*args, **kwargs)
+
+            return run
+
+        for each in self.surroundings.schedulers:
+            each.step = stepping(each.step)
+        try:
+            yield
+        finally:
+            for each in self.surroundings.schedulers:
+                del each.step
+
+    # After.
+
+    def _explain(
+        self,
+        recording: Recording,
+        ended: dict[Place, Any],
+        before: dict[str, int],
+        steps: list[int],
+        others: dict[int, int],
+    ) -> None:
+        """Find what has changed besides the device's memory; raises Unfit where it is not known."""
+        noted = recording.tape
+        if noted.problem is not None:
+            raise Unfit(_told_of(*noted.problem), noted.problem[1])
+        for index, operations in others.items():
+            if self.core.stats(index).operations != operations:
+                raise Unfit(f"it uses sky:{index} besides sky:{self.index}")
+        found, now = self.surroundings, Surroundings.of(self._function)
+        if not now.is_whole:
+            raise Unfit("it reaches too many objects; give it what it needs as arguments")
+        counts = [scheduler._step_count for scheduler in found.schedulers]
+        recording.schedulers = sum(a != b for a, b in zip(steps, counts, strict=True))
+        self.stepped = [
+            each for each, a, b in zip(found.schedulers, steps, counts, strict=True) if a != b
+        ]
+        rates = {id(group) for each in self.stepped for group in each.optimizer.param_groups}
+        for place, value in now.numbers.items():
+            former = found.numbers.get(place, value)
+            if former == value and type(former) is type(value):
+                continue
+            if id(place.container) in rates and place.key in ("lr", "momentum", "betas"):
+                self._varying.add(place)
+                continue
+            last = ended.get(place)
+            if last is not None and last is not plain(last) and last.scope is self._scope:
+                recording.updates[place] = last.index
+            elif place in ended or type(value) not in (int, float):
+                raise Unfit(f"it changes {place.path} from {former!r} to {value!r}")
+            else:
+                # The next recording follows it.
+                self._varying.add(place)
+        self._note_containers(found, now)
+        self._note_hosts(recording, now)
+        self._note_replaced(recording, now, before)
+        self.surroundings = now
+
+    def _note_containers(self, found: Surroundings, now: Surroundings) -> None:
+        sizes = dict(zip(map(id, found.containers), self._sizes, strict=True))
+        for each in now.containers:
+            if len(each) != sizes.get(id(each), len(each)):
+                kind = type(each).__name__
+                self._grown = f"it changes the length of a {kind} that it reaches from outside"
+
+    def _note_hosts(self, recording: Recording, now: Surroundings) -> None:
+        for path, value in self._told.items():
+            tensor = now.tensors.get(path)
+            if tensor is None or tensor._version == self._versions[path]:
+                continue
+            recording.hosts[path] = tensor.item() - value
+            for later in (False, True):
+                which = ("host", path, later)
+                expected = tensor.item() if later else value
+                if self._values.get(which, expected) != expected:
+                    raise Unfit(f"it reads {path} between two changes")
+
+    def _note_replaced(
+        self, recording: Recording, now: Surroundings, before: dict[str, int]
+    ) -> None:
+        """Paths that have another tensor, or one at all."""
+        noted = recording.tape
+        names = {slot: name for name, slot in noted.slots.items() if name in noted.living}
+        for path, tensor in now.tensors.items():
+            if not _is_sky(tensor) or self._slot(tensor) not in names:
+                continue
+            former: Name | None = ("place", path) if path in before else None
+            recording.replaced[path] = former, _view(tensor, names[self._slot(tensor)])
+
+    def _note_results(self, recording: Recording, result: Any, leaves: list[Any]) -> Any:
+        """Find what comes back; returns it with plain numbers."""
+        from torch.utils import _pytree as pytree
+
+        flat, recording.tree = pytree.tree_flatten(result)
+        noted = recording.tape
+        names = {slot: name for name, slot in noted.slots.items() if name[0] != "made"}
+        names |= {slot: name for name, slot in noted.slots.items() if name in noted.living}
+        same = {id(each): path for path, each in self.surroundings.tensors.items()}
+        kept = {view.storage for _, view in recording.replaced.values()}
+        unread = list(range(len(noted.reads)))
+        for leaf in flat:
+            found = next((at for at, given in enumerate(leaves) if given is leaf), None)
+            if found is not None and not isinstance(leaf, float):
+                recording.results.append(Result("argument", found))
+            elif _is_sky(leaf) and id(leaf) in same:
+                recording.results.append(Result("same", same[id(leaf)]))
+            elif _is_sky(leaf):
+                slot = self._slot(leaf)
+                name = names.get(slot, ("slot", slot))
+                kept.add(name)
+                recording.results.append(Result("view", _view(leaf, name)))
+            elif (at := _read_as(leaf, noted.reads, unread)) is not None:
+                unread.remove(at)
+                is_tensor = hasattr(leaf, "untyped_storage")
+                recording.results.append(Result("read", (at, is_tensor)))
+            elif getattr(leaf, "scope", None) is self._scope:
+                recording.results.append(Result("number", leaf.index))
+            elif _is_on_host(leaf):
+                raise Unfit("it returns a tensor on the host that it has not copied from the device")
+            else:
+                recording.results.append(Result("constant", leaf))
+        if unread:
+            read = noted.reads[unread[0]]
+            raise Unfit(
+                "it reads a value of the device and does not return it; return the tensor, and "
+                "read the value outside",
+                read.line,
+            )
+        kept |= {read.storage for read in noted.reads}
+        self._check_living(recording, kept)
+        return pytree.tree_unflatten(list(map(plain, flat)), recording.tree)
+
+    def _check_living(self, recording: Recording, kept: set[Name]) -> None:
+        """What was made and still lives has to be known: somebody may look at it."""
+        noted = recording.tape
+        left = noted.living - kept
+        if left:
+            gc.collect()
+            serial = self.core.serial(self.index)
+            alive = {life.slot for life in self.core.living(serial)}
+            left = {name for name in left if noted.slots[name] in alive}
+        for step in noted.steps:
+            for name in getattr(step, "made", ()) if hasattr(step, "name") else ():
+                if name in left:
+                    raise Unfit(
+                        f"what {step.name} makes is kept after the call, where replay cannot find "
+                        "it: return it, or let go of it (call backward() in the function, or use "
+                        "torch.no_grad())",
+                        step.line,
+                    )
+        if self._grown:
+            raise Unfit(self._grown + ", which replay would not; return what is added")
+
+
+def _told_of(what: str, line: int) -> str:
+    return f"it does what cannot be replayed: {what}"
+
+
+@dataclass(frozen=True)
+class _Argument:
+    number: int
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        return leaves[self.number]
+
+
+@dataclass(frozen=True)
+class _InPlace:
+    place: Place
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        return self.place.get()
+
+
+@dataclass(frozen=True)
+class _OnHost:
+    """A number on the host, before it changes or after that."""
+
+    tensor: Any
+    change: float
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        return (self.tensor + self.change).item() if self.change else self.tensor.item()
+
+
+def _is_tensor(leaf: Any) -> bool:
+    import torch
+
+    return isinstance(leaf, torch.Tensor)
+
+
+def _is_sky(leaf: Any) -> bool:
+    return _is_tensor(leaf) and leaf.device.type == "sky"
+
+
+def _is_on_host(leaf: Any) -> bool:
+    return _is_tensor(leaf) and leaf.device.type == "cpu"
+
+
+def _is_host(leaf: Any) -> bool:
+    """Whether it is one number on the host."""
+    return _is_on_host(leaf) and leaf.numel() == 1 and not leaf.dtype.is_complex
+
+
+def _view(tensor: Any, name: Name) -> View:
+    code = DTYPES.index(str(tensor.dtype)[6:])
+    return View(name, code, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+
+def _read_as(leaf: Any, reads: list[tape.Read], unread: list[int]) -> int | None:
+    """Which of the values that were read it is."""
+    import torch
+
+    for at in unread:
+        dtype = getattr(torch, DTYPES[reads[at].dtype])
+        if not reads[at].content:
+            continue
+        value = torch.frombuffer(bytearray(reads[at].content), dtype=dtype)
+        if _is_on_host(leaf):
+            if leaf.dtype == dtype and leaf.numel() == value.numel():
+                if torch.equal(leaf.detach().reshape(-1), value):
+                    return at
+        elif isinstance(leaf, int | float) and value.numel() == 1:
+            read = value.item()
+            if read == leaf and type(read) is type(leaf):
+                return at
+    return None
+
+
+class _Ready:
+    """A program with all that is to be looked at and changed on this side."""
+
+    group: list[Recording]
+
+    def __init__(self, recorder: _Recorder, plan: Plan) -> None:
+        import torch
+
+        self._core: Core = recorder.core
+        self._index = recorder.index
+        self._opening = self._core.openings[self._index]
+        sample = plan.sample
+        found = recorder.surroundings
+        self._sample, self._tensors = sample, dict(found.tensors)
+        self._schedulers = recorder.stepped
+        serial = self._core.serial(self._index)
+
+        def slot_of(name: Name) -> int:
+            kind, which = name
+            if kind == "slot":
+                return int(which)
+            tensor = found.tensors[str(which)] if kind == "place" else sample.arguments[int(which)]
+            slot = self._core.slot(self._index, tensor.untyped_storage().data_ptr())
+            if slot is None:
+                raise Unfit(f"{which} is not on the device any more")
+            return slot
+
+        self.program = Program(self._core, self._index, plan, slot_of)
+        weakref.finalize(self, self.program.drop)
+        self._held = [
+            self._core.alias(serial, int(name[1]))
+            for name in sample.tape.names
+            if name[0] == "slot"
+        ]
+        more = [*sample.updates.values()]
+        more += [each.value for each in sample.results if each.kind == "number"]
+        leaves, self._compute = numbers_for(plan, more)
+        self._find = [self._finder(recorder, leaf) for leaf in leaves]
+        self._letters = [number.letter for _, number, _ in plan.varying]
+        self._integers = [at for at, letter in enumerate(self._letters) if letter == "i"]
+        self._reals = [at for at, letter in enumerate(self._letters) if letter != "i"]
+        self._updates = [*sample.updates]
+        # What has changed once may change again, where it is known what follows from it.
+        free = {leaf for leaf in plan.loose if isinstance(leaf, Place)} | {*sample.updates}
+        self._guards = found.guards(free)
+        self._constant = [
+            (self._finder(recorder, leaf), value)
+            for leaf, value in sample.leaves.items()
+            if leaf not in plan.loose and not isinstance(leaf, Place)
+        ]
+        self._device_tensors = [each for each in found.tensors.values() if _is_sky(each)]
+        self._pointers = [each.data_ptr() for each in self._device_tensors]
+        self._owners = [*found.owners.items()]
+        self._gradients = [found.tensors.get(path) for path, _ in self._owners]
+        self._hosts: dict[float, list[Any]] = {}
+        for path, change in sample.hosts.items():
+            self._hosts.setdefault(change, []).append(found.tensors[path])
+        changed = {id(each) for some in self._hosts.values() for each in some}
+        self._host_tensors = [
+            each for each in found.tensors.values() if _is_on_host(each) and id(each) not in changed
+        ]
+        self._host_versions = [each._version for each in self._host_tensors]
+        self._fixed = [
+            (number, each.data_ptr())
+            for number, each in enumerate(sample.arguments)
+            if _is_sky(each) and number not in self.program.inputs
+            if ("argument", number) in sample.tape.names
+        ]
+        self._from_host = [
+            at for at, number in enumerate(self.program.inputs)
+            if _is_on_host(sample.arguments[number])
+        ]
+        written = {name for step in sample.tape.steps for name in getattr(step, "written", ())}
+        self._written = [
+            self._tensors[str(which)] for kind, which in written if kind == "place"
+        ]
+        self._setters = [
+            (found.owners.get(path), path, at) for path, at in self.program.assigned.items()
+        ]
+        for owner, path, _ in self._setters:
+            if owner is None:
+                raise Unfit(f"{path} becomes another tensor in each call")
+        self._device = torch.device("sky", self._index)
+
+    def _finder(self, recorder: _Recorder, leaf: Leaf) -> Callable[[list[Any]], Any]:
+        if isinstance(leaf, Place):
+            return _InPlace(leaf)
+        kind, *which = leaf  # type: ignore[misc]
+        if kind == "argument":
+            return _Argument(which[0])
+        path, is_later = which
+        tensor = self._tensors[path]
+        return _OnHost(tensor, self._sample.hosts.get(path, 0) if is_later else 0)
+
+    def drop(self) -> None:
+        """It is not used any more."""
+        self.program.drop()
+
+    def _fits(self, leaves: list[Any]) -> bool:
+        return (
+            self._core.openings[self._index] == self._opening
+            and self._guards.hold()
+            and [each.data_ptr() for each in self._device_tensors] == self._pointers
+            and all(a.grad is b for (_, a), b in zip(self._owners, self._gradients, strict=True))
+            and [each._version for each in self._host_tensors] == self._host_versions
+            and all(leaves[number].data_ptr() == at for number, at in self._fixed)
+            and all(find(leaves) == value for find, value in self._constant)
+        )
+
+    def run(self, leaves: list[Any]) -> tuple[bool, Any]:
+        """Have it done if all is as it was; whether it was, and what came of it."""
+        import torch
+
+        if not self._fits(leaves):
+            return False, None
+        numbers = self._compute(*(find(leaves) for find in self._find))
+        if numbers is None:
+            return False, None
+        inputs = [leaves[number] for number in self.program.inputs]
+        for at in self._from_host:
+            inputs[at] = inputs[at].to(self._device, non_blocking=True)
+        reals = [float(numbers[at]) for at in self._reals]
+        integers = [numbers[at] for at in self._integers]
+        made = self.program.run(inputs, reals, integers)
+        for place, value in zip(self._updates, numbers[len(self._letters) :], strict=False):
+            place.set(value)
+        for change, tensors in self._hosts.items():
+            torch._foreach_add_(tensors, change)
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
+        views = self._views(made, leaves)
+        for owner, _, at in self._setters:
+            owner.grad = views[at]
+        for scheduler in self._schedulers:
+            scheduler.step()
+        return True, self._result(views, leaves, numbers)
+
+    def _views(self, made: list[Any], leaves: list[Any]) -> list[Any]:
+        fresh = iter(made)
+        return [
+            self._over(view, leaves)
+            if view.storage[0] != "made" or view.storage in self.program.carried
+            else next(fresh)
+            for view in self.program.views
+        ]
+
+    def _over(self, view: View, leaves: list[Any]) -> Any:
+        """A tensor over a storage that was there before."""
+        kind, which = view.storage
+        path = self.program.carried.get(view.storage)
+        if path is not None:
+            base = self._tensors[path]
+            return base.detach().as_strided(view.sizes, view.strides, view.offset).clone()
+        if kind == "slot":
+            raise Unfit("it returns a tensor that replay cannot find")
+        base = self._tensors[str(which)] if kind == "place" else leaves[int(which)]
+        return base.detach().as_strided(view.sizes, view.strides, view.offset)
+
+    def _result(self, views: list[Any], leaves: list[Any], numbers: list[Any]) -> Any:
+        from torch.utils import _pytree as pytree
+
+        results = self._sample.results
+        shown = sum(each.kind == "view" for each in results)
+        own, read = iter(views[:shown]), views[shown:]
+        computed = iter(numbers[len(self._letters) + len(self._updates) :])
+        flat = []
+        for each in results:
+            if each.kind == "view":
+                flat.append(next(own))
+            elif each.kind == "argument":
+                flat.append(leaves[each.value])
+            elif each.kind == "same":
+                flat.append(self._tensors[each.value])
+            elif each.kind == "read":
+                at, is_tensor = each.value
+                flat.append(read[at].cpu() if is_tensor else read[at].item())
+            elif each.kind == "number":
+                flat.append(next(computed))
+            else:
+                flat.append(each.value)
+        return pytree.tree_unflatten(flat, self._sample.tree)

@@ -1,0 +1,247 @@
+"""What a function has issued on a device: its operations, and what they work on, by names that
+are the same in every recording."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+SIZES = {"s": 4, "w": 4, "o": 8, "h": 16, "g": 4, "i": 8, "r": 8, "c": 16}
+"""The fields of an operation's payload; `csrc/client/tape.h` has their meaning."""
+
+Name = tuple[str, int | str]
+"""A storage: ("made", its number), ("argument", its number), ("place", its path), or ("slot", its
+slot)."""
+
+
+class Number(NamedTuple):
+    """A number in the payload of an operation."""
+
+    letter: str
+    dtype: int
+    at: int
+    """Where it is in the payload."""
+    content: bytes
+
+    @property
+    def value(self) -> float | int | None:
+        """What it is; None where it may not vary."""
+        if self.letter == "r":
+            return float(struct.unpack("<d", self.content)[0])
+        if self.letter == "i":
+            return int(struct.unpack("<q", self.content)[0])
+        if self.letter == "h" and self.dtype in (6, 7):
+            code = "<f" if self.dtype == 6 else "<d"
+            return float(struct.unpack_from(code, self.content)[0])
+        return None
+
+
+@dataclass
+class Operation:
+    """One operation: on which storages, and with which numbers."""
+
+    line: int
+    template: int
+    name: str
+    payload: bytes
+    used: list[Name]
+    places: list[int]
+    """Where in the payload the slots of `used` are."""
+    written: list[Name]
+    made: list[Name]
+    numbers: list[Number]
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What is the same whenever the function does the same."""
+        letters = [(number.letter, number.at) for number in self.numbers]
+        return self.template, self.used, self.made, letters
+
+
+@dataclass
+class Made:
+    """Memory without content."""
+
+    made: Name
+    bytes: int
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        return self.made, self.bytes
+
+
+@dataclass
+class Uploaded:
+    """Bytes from the host. With an `argument`, they are those of that argument."""
+
+    into: Name
+    offset: int
+    content: bytes
+    size: int
+    argument: int | None
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        content = self.content if self.argument is None else b""
+        return self.into, self.offset, content, self.size, self.argument
+
+
+@dataclass
+class Settings:
+    """What PyTorch keeps for the whole process, from here on."""
+
+    settings: int
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        return (self.settings,)
+
+
+Step = Operation | Made | Uploaded | Settings
+
+
+class Read(NamedTuple):
+    """A value that the function has read."""
+
+    line: int
+    storage: Name
+    dtype: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    content: bytes
+
+
+@dataclass
+class Tape:
+    """A recording of the device's part of a function."""
+
+    steps: list[Step] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    slots: dict[Name, int] = field(default_factory=dict)
+    """The slots that storages had here, also those that are gone."""
+    living: set[Name] = field(default_factory=set)
+    """What was made and not freed."""
+    settings: int = 0
+    problem: tuple[str, int] | None = None
+    """What cannot be done again, and its line."""
+
+    @property
+    def names(self) -> set[Name]:
+        """The storages that were not made here."""
+        return {name for name in self.slots if name[0] != "made"}
+
+
+class _Reader:
+    def __init__(self, content: bytes) -> None:
+        self._content, self._at = content, 0
+
+    def __bool__(self) -> bool:
+        return self._at < len(self._content)
+
+    def take(self, form: str) -> tuple[int, ...]:
+        found = struct.unpack_from("<" + form, self._content, self._at)
+        self._at += struct.calcsize("<" + form)
+        return found
+
+    def text(self) -> bytes:
+        (size,) = self.take("I")
+        self._at += size
+        return self._content[self._at - size : self._at]
+
+
+def read(
+    content: bytes,
+    places: Mapping[int, str],
+    arguments: Mapping[int, int],
+    hosts: Mapping[int, int],
+) -> Tape:
+    """Read what the core has noted.
+
+    `places` are paths by the slots that they had before, `arguments` numbers by slots, and `hosts`
+    numbers of arguments on the host by their addresses.
+    """
+    tape, reader = Tape(), _Reader(content)
+    now: dict[int, Name] = {slot: ("place", path) for slot, path in places.items()}
+    now |= {slot: ("argument", number) for slot, number in arguments.items()}
+    made = 0
+    line = 0
+
+    def name_of(slot: int) -> Name:
+        name = now.setdefault(slot, ("slot", slot))
+        tape.slots[name] = slot
+        return name
+
+    def make(slot: int) -> Name:
+        nonlocal made
+        now[slot] = name = ("made", made)
+        made += 1
+        tape.slots[name] = slot
+        tape.living.add(name)
+        return name
+
+    def block(what: str) -> None:
+        tape.problem = tape.problem or (what, line)
+
+    (kind, tape.settings) = reader.take("BQ")
+    while reader:
+        (kind,) = reader.take("B")
+        if kind == 2:
+            (slot,) = reader.take("I")
+            tape.living.discard(now.pop(slot, ("slot", slot)))
+            continue
+        if tape.reads and kind not in (4, 5):
+            block("a value that is read before other operations")
+        if kind == 0:
+            line, template = reader.take("II")
+            name, fields = reader.text().decode(), reader.text().decode("latin-1")
+            payload, slots = reader.text(), reader.text()
+            used, at_slots, written, numbers = [], [], [], []
+            for letter, dtype, at in _fields(fields):
+                if letter in "sw":
+                    (slot,) = struct.unpack_from("<I", payload, at)
+                    used.append(name_of(slot))
+                    at_slots.append(at)
+                    if letter == "w":
+                        written.append(used[-1])
+                else:
+                    numbers.append(Number(letter, dtype, at, payload[at : at + SIZES[letter]]))
+            results = [make(slot) for slot in struct.unpack(f"<{len(slots) // 4}I", slots)]
+            tape.steps.append(
+                Operation(line, template, name, payload, used, at_slots, written, results, numbers)
+            )
+        elif kind == 1:
+            slot, size = reader.take("IQ")
+            tape.steps.append(Made(make(slot), size))
+        elif kind == 3:
+            slot, offset, address, size = reader.take("IQQQ")
+            data = reader.text()
+            argument = hosts.get(address)
+            if argument is None and len(data) < size:
+                block(f"an upload of {size} bytes that are not an argument's")
+            tape.steps.append(Uploaded(name_of(slot), offset, data, size, argument))
+        elif kind == 4:
+            (line,) = reader.take("I")
+            located = _Reader(reader.text())
+            slot, dtype, dim = located.take("IBB")
+            sizes, strides = located.take(f"{dim}q"), located.take(f"{dim}q")
+            (offset,) = located.take("q")
+            data = reader.text()
+            tape.reads.append(Read(line, name_of(slot), dtype, sizes, strides, offset, data))
+        elif kind == 5:
+            (changed,) = reader.take("Q")
+            tape.steps.append(Settings(changed))
+        else:
+            block(reader.text().decode())
+    return tape
+
+
+def _fields(fields: str) -> Iterator[tuple[str, int, int]]:
+    """The letter, the dtype and the place of each field of a payload."""
+    at, letters = 0, iter(fields)
+    for letter in letters:
+        dtype = ord(next(letters)) if letter == "h" else 0
+        yield letter, dtype, at
+        at += SIZES[letter]
