@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from skyward.device import build, operators, properties, torch_build
+from skyward.device.captures import Captures
 from skyward.device.graphs import runner as graphs
 from skyward.device.torch_build import TorchBuild
 from skyward.worker.process import Show
@@ -74,6 +75,8 @@ class OwnTorch:
             self.properties = properties.read(self.kind)
             self._programs = graphs.install(self.kind)
         self.core.sky_worker_import_operator(self._import_operator)
+        if self.kind.startswith("cuda"):
+            self._captures = Captures(self.core, self.kind, self._import_whole)
 
     def _load_libraries(self, kind: str) -> bool:
         """Do without importing torch, if that is possible; returns whether it was."""
@@ -112,10 +115,17 @@ class OwnTorch:
         found = properties.of_gpu(int(index or 0), torch, cudnn)
         return None if found is None else (real, found)
 
+    def _import_whole(self) -> None:
+        """Import Python's part, if that has not been done."""
+        if self._programs is None:
+            self._import_apart()
+
     def _import_apart(self) -> None:
         _on_another_thread(self._import_now, "skyward-import-torch")
 
     def _import_now(self) -> None:
+        if self._programs is not None:
+            return
         try:
             with _uncollected():
                 self._programs = graphs.install(self.kind)

@@ -412,7 +412,7 @@ class _Recorder:
         """Find what has changed besides the device's memory; raises Unfit where it is not known."""
         noted = recording.tape
         if noted.problem is not None:
-            raise Unfit(_told_of(*noted.problem), noted.problem[1])
+            raise Unfit(*noted.problem)
         for index, operations in others.items():
             if self.core.stats(index).operations != operations:
                 raise Unfit(f"it uses sky:{index} besides sky:{self.index}")
@@ -496,6 +496,13 @@ class _Recorder:
             elif _is_sky(leaf):
                 slot = self._slot(leaf)
                 name = names.get(slot, ("slot", slot))
+                if _has_graph(leaf):
+                    raise Unfit(
+                        "it returns a tensor from which backward() can be called; call it in the "
+                        "function, or return loss.detach()"
+                    )
+                if name[0] == "slot":
+                    raise Unfit("it returns a tensor that replay cannot find where it comes from")
                 kept.add(name)
                 recording.results.append(Result("view", _view(leaf, name)))
             elif (at := _read_as(leaf, noted.reads, unread)) is not None:
@@ -539,10 +546,6 @@ class _Recorder:
                     )
         if self._grown:
             raise Unfit(self._grown + ", which replay would not; return what is added")
-
-
-def _told_of(what: str, line: int) -> str:
-    return f"it does what cannot be replayed: {what}"
 
 
 @dataclass(frozen=True)
@@ -594,6 +597,24 @@ def _is_host(leaf: Any) -> bool:
 def _view(tensor: Any, name: Name) -> View:
     code = DTYPES.index(str(tensor.dtype)[6:])
     return View(name, code, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+
+def _has_graph(tensor: Any) -> bool:
+    """Whether gradients can still flow back from it: `backward` frees what it has used."""
+    todo, seen = [tensor.grad_fn], {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                try:
+                    getattr(node, name)
+                except RuntimeError:
+                    return False
+        todo += [each for each, _ in node.next_functions]
+    return tensor.grad_fn is not None
 
 
 def _read_as(leaf: Any, reads: list[tape.Read], unread: list[int]) -> int | None:
@@ -746,32 +767,33 @@ class _Ready:
             torch._foreach_add_(tensors, change)
         if self._written:
             torch.autograd.graph.increment_version(self._written)
-        views = self._views(made, leaves)
+        views = self._views(made, inputs, leaves)
         for owner, _, at in self._setters:
             owner.grad = views[at]
         for scheduler in self._schedulers:
             scheduler.step()
         return True, self._result(views, leaves, numbers)
 
-    def _views(self, made: list[Any], leaves: list[Any]) -> list[Any]:
+    def _views(self, made: list[Any], inputs: list[Any], leaves: list[Any]) -> list[Any]:
         fresh = iter(made)
         return [
-            self._over(view, leaves)
-            if view.storage[0] != "made" or view.storage in self.program.carried
-            else next(fresh)
+            next(fresh) if (over := self._base(view, inputs, leaves)) is None else over
             for view in self.program.views
         ]
 
-    def _over(self, view: View, leaves: list[Any]) -> Any:
-        """A tensor over a storage that was there before."""
+    def _base(self, view: View, inputs: list[Any], leaves: list[Any]) -> Any:
+        """The tensor over a storage that was there before; None if the program has made it."""
         kind, which = view.storage
-        path = self.program.carried.get(view.storage)
-        if path is not None:
-            base = self._tensors[path]
+        if view.storage in self.program.carried:
+            # The next call changes it.
+            base = self._tensors[self.program.carried[view.storage]]
             return base.detach().as_strided(view.sizes, view.strides, view.offset).clone()
-        if kind == "slot":
-            raise Unfit("it returns a tensor that replay cannot find")
-        base = self._tensors[str(which)] if kind == "place" else leaves[int(which)]
+        if view.storage in self.program.uploaded:
+            base = inputs[self.program.uploaded[view.storage]]
+        elif kind == "made":
+            return None
+        else:
+            base = self._tensors[str(which)] if kind == "place" else leaves[int(which)]
         return base.detach().as_strided(view.sizes, view.strides, view.offset)
 
     def _result(self, views: list[Any], leaves: list[Any], numbers: list[Any]) -> Any:

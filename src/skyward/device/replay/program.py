@@ -225,7 +225,7 @@ class Program:
         """The tensors that it gives: of results, of what is read, and for places."""
         self.assigned = content.assigned
         """Paths of places that get a new tensor, and which."""
-        self.carried = content.carried
+        self.carried, self.uploaded = content.carried, content.uploaded
         self._statics = content.statics
         self._number = core.add_program(index, content.written())
 
@@ -256,6 +256,8 @@ class _Content:
         self.statics: list[Any] = []
         self._slots: dict[Name, int] = {}
         self._input_slots: list[tuple[int, int, bool]] = []
+        self.uploaded: dict[Name, int] = {}
+        """Which input it is that the function copies from the host."""
         self.views: list[View] = []
         self.assigned: dict[str, int] = {}
         written = {name for step in tape.steps for name in getattr(step, "written", ())}
@@ -277,8 +279,9 @@ class _Content:
             slot = core.slot(index, static.data_ptr())
             assert slot is not None
             self._slots[name] = slot
-            self._input_slots.append((slot, size, target is None and name in written))
-        self._uploaded = {step.into for step in targets.values()}
+            self._input_slots.append((slot, size, name in written))
+            if target is not None:
+                self.uploaded[name] = len(self._input_slots) - 1
         self.carried: dict[Name, str] = {}
         """What takes the place of a tensor in its own slot, by the path of the place."""
         self._carry(slots)
@@ -321,8 +324,13 @@ class _Content:
             self.views.append(sample.replaced[path][1])
         for view in self.views:
             name = view.storage
-            if name[0] == "made" and name not in self.carried and name not in self._results:
+            if name[0] == "made" and name not in self.kept and name not in self._results:
                 self._results[name] = len(self._results)
+
+    @property
+    def kept(self) -> set[Name]:
+        """What is made in memory that stays."""
+        return {*self.carried, *self.uploaded}
 
     def _assign(self) -> None:
         """Slots for what is made on the way: as few as there is at a time."""
@@ -365,7 +373,7 @@ class _Content:
                 records += struct.pack("<I", step.template) + payload
                 records += b"".join(struct.pack("<I", self._slots[name]) for name in step.made)
             elif isinstance(step, Made):
-                if step.made not in self._uploaded:
+                if step.made not in self.uploaded:
                     records += struct.pack("<IIQ", NEW, self._slots[step.made], step.bytes)
             elif isinstance(step, Settings):
                 records += struct.pack("<IQ", SETTINGS, step.settings)

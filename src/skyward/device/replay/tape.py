@@ -193,7 +193,10 @@ def read(
             tape.living.discard(now.pop(slot, ("slot", slot)))
             continue
         if tape.reads and kind not in (4, 5):
-            block("a value that is read before other operations")
+            block(
+                "it reads a value, and goes on with operations; return the tensor and read it "
+                "outside, or make what comes after it a function of its own"
+            )
         if kind == 0:
             line, template = reader.take("II")
             name, fields = reader.text().decode(), reader.text().decode("latin-1")
@@ -220,7 +223,7 @@ def read(
             data = reader.text()
             argument = hosts.get(address)
             if argument is None and len(data) < size:
-                block(f"an upload of {size} bytes that are not an argument's")
+                block(f"it uploads {size} bytes that are not an argument's; give them as an argument")
             tape.steps.append(Uploaded(name_of(slot), offset, data, size, argument))
         elif kind == 4:
             (line,) = reader.take("I")
@@ -234,7 +237,7 @@ def read(
             (changed,) = reader.take("Q")
             tape.steps.append(Settings(changed))
         else:
-            block(reader.text().decode())
+            block(f"it does what cannot be replayed: {reader.text().decode()}")
     return tape
 
 

@@ -240,7 +240,10 @@ void Session::run_part(Program& program, Part& part) {
     program.is_stale = true;
     return run_records(program, part.begin, part.end);
   }
-  if (!captures.run(part.graph)) throw Malformed("a graph cannot be run");
+  if (!captures.run(part.graph)) {
+    note({"a CUDA graph cannot be run; the worker's log says why", kFailed, "running a program"});
+    return;
+  }
   for (auto& [number, storage] : part.left) {
     auto& held = slots_[number];
     if (!held.poison && held.has_memory() && held.memory().is_alias_of(storage)) continue;
