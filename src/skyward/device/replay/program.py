@@ -225,7 +225,7 @@ class Program:
         """The tensors that it gives: of results, of what is read, and for places."""
         self.assigned = content.assigned
         """Paths of places that get a new tensor, and which."""
-        self.carried, self.uploaded = content.carried, content.uploaded
+        self.carried, self.uploaded, self.kept = content.carried, content.uploaded, content.kept
         self._statics = content.statics
         self._number = core.add_program(index, content.written())
 
