@@ -20,7 +20,7 @@ from elsewhere import Elsewhere
 from measure import interleave, say
 from models import Tagger
 from report import Row, compared, save
-from thin_link import GPT
+from thin_link import GPT, WORDS
 from torch import nn
 from torch.nn import functional
 from training import QUIET, mlp
@@ -107,9 +107,7 @@ def small(device: torch.device, *, whole: bool) -> Made:
 def recurrent(device: torch.device, *, whole: bool) -> Made:
     """Two layers of an LSTM, which names each position."""
     model = Tagger(nn.LSTM).to(device)
-    batches = [
-        (torch.randint(0, 5000, (64, 64)), torch.randint(0, 50, (64, 64))) for _ in range(4)
-    ]
+    batches = [(torch.randint(0, 5000, (64, 64)), torch.randint(0, 50, (64, 64))) for _ in range(4)]
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
@@ -120,7 +118,7 @@ def recurrent(device: torch.device, *, whole: bool) -> Made:
 def language(device: torch.device, *, whole: bool) -> Made:
     """A language model of 6 blocks of width 384, a batch of 16 times 128 words, bfloat16."""
     model = GPT(384, 6).to(device)
-    batches = [(torch.randint(0, 2048, (16, 128)),) for _ in range(4)]
+    batches = [(torch.randint(0, WORDS, (16, 128)),) for _ in range(4)]
     return training(model, model, device, whole=whole, cast=True), _on(device, batches)
 
 

@@ -34,9 +34,10 @@ class Captures:
             import torch
 
             if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             torch.cuda.synchronize(self._device)
-            graph, current = torch.cuda.CUDAGraph(), torch.cuda.stream(self._stream)
+            graph: Any = torch.cuda.CUDAGraph()
+            current: Any = torch.cuda.stream(self._stream)
             current.__enter__()
             try:
                 # Other threads of this process receive bytes meanwhile.

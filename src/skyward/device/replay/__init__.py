@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from skyward.device.core import core
 from skyward.device.library import Core
@@ -31,11 +31,8 @@ from skyward.device.replay.program import (
     plan,
 )
 from skyward.device.replay.surroundings import Place, Surroundings
-from skyward.device.replay.tape import Name
+from skyward.device.replay.tape import Name, Operation
 from skyward.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,6 +43,8 @@ PROGRAMS_MOST = 8
 """Programs for one kind of arguments: a function may do one thing or the other."""
 CALLS_IN_VAIN = 6
 """After so many calls of which no two did the same, a function is not recorded any more."""
+CALLS_MOST = 32
+"""Nor after so many that were recorded, if more were recorded than replayed."""
 SAMPLES = 3
 
 _recording = threading.Lock()
@@ -75,6 +74,7 @@ class Replay(Generic[P, T]):
         self._function = function
         self._kinds: dict[Any, _Kind] = {}
         self._is_synchronous = os.environ.get("SKYWARD_DEVICE_SYNC", "0") not in ("", "0")
+        self._is_full = False
         self.replayed = 0
         """How many calls were replayed."""
         functools.update_wrapper(self, function)
@@ -94,25 +94,27 @@ class Replay(Generic[P, T]):
         kind = self._kinds.get(key)
         if kind is None:
             if len(self._kinds) == KINDS_MOST:
-                warnings.warn(
-                    f"sky.replay runs {self._name} as it is for arguments of more than "
-                    f"{KINDS_MOST} kinds of sizes; give it fewer, or make another sky.replay",
-                    stacklevel=2,
-                )
+                if not self._is_full:
+                    self._is_full = True
+                    warnings.warn(
+                        f"sky.replay runs {self._name} as it is for arguments of more than "
+                        f"{KINDS_MOST} kinds of sizes; give it fewer, or make another sky.replay",
+                        stacklevel=2,
+                    )
+                return self._function(*args, **kwargs)
             kind = self._kinds[key] = _Kind(self._function)
-            if len(self._kinds) > KINDS_MOST:
-                kind.problem = Unfit("there are too many kinds of arguments")
         for ready in kind.ready:
             found, result = ready.run(leaves)
             if found:
                 self.replayed += 1
-                return result  # type: ignore[no-any-return]
+                kind.replayed += 1
+                return cast(T, result)
         if kind.problem is not None:
             return self._function(*args, **kwargs)
-        result = kind.record(leaves, tree)
-        if kind.problem is not None:
-            warnings.warn(self._advice(kind.problem), stacklevel=2)
-        return result  # type: ignore[no-any-return]
+        result, problem = kind.record(leaves, tree)
+        if problem is not None:
+            warnings.warn(self._advice(problem), stacklevel=2)
+        return cast(T, result)
 
     def __repr__(self) -> str:
         problems = [str(kind.problem) for kind in self._kinds.values() if kind.problem]
@@ -191,20 +193,43 @@ class _Kind:
         """Calls that did the same, each."""
         self._varying: set[Place] = set()
         """Numbers that were seen to change."""
+        self._numbers: dict[Place, Any] = {}
+        """What the function has reached last."""
         self._in_vain = 0
+        self._recorded = 0
+        self.replayed = 0
 
-    def record(self, leaves: list[Any], tree: Any) -> Any:
-        """Call the function and note what it does; make a program of it if that is possible."""
+    def record(self, leaves: list[Any], tree: Any) -> tuple[Any, Unfit | None]:
+        """Call the function and note what it does; make a program of it if that is possible.
+
+        Returns what the function does, and why it is not recorded any more, if it is not.
+        """
         with _recording:
             _is_recording.now = True
             try:
                 recorder = _Recorder(self._function, self._varying)
+                changed = self._note_numbers(recorder.surroundings)
                 result, recording = recorder.record(leaves, tree)
             finally:
                 _is_recording.now = False
+        self._numbers = recorder.surroundings.numbers
+        self._recorded += 1
         if recording is not None:
             self._consider(recording, recorder)
-        return result
+        if self._recorded >= CALLS_MOST and self.replayed < self._recorded:
+            told = f", as {changed.path}" if changed else ""
+            self.problem = Unfit(f"what it reaches is another in most calls{told}")
+        return result, self.problem
+
+    def _note_numbers(self, now: Surroundings) -> Place | None:
+        """Find what has changed since the last call that was recorded; returns one of them."""
+        changed = None
+        for place, value in now.numbers.items():
+            former = self._numbers.get(place, value)
+            if former != value or type(former) is not type(value):
+                self._varying.add(place)
+                changed = place
+        return changed
 
     def _consider(self, recording: Recording, recorder: _Recorder) -> None:
         self._in_vain += 1
@@ -304,9 +329,7 @@ class _Recorder:
         given_slots = {
             self._slot(each): number for number, each in enumerate(leaves) if _is_sky(each)
         }
-        hosts = {
-            each.data_ptr(): number for number, each in enumerate(leaves) if _is_on_host(each)
-        }
+        hosts = {each.data_ptr(): number for number, each in enumerate(leaves) if _is_on_host(each)}
         steps = [scheduler._step_count for scheduler in found.schedulers]
         self._versions = {path: t._version for path, t in found.tensors.items() if _is_host(t)}
         self._told = {path: t.item() for path, t in found.tensors.items() if _is_host(t)}
@@ -398,7 +421,7 @@ class _Recorder:
             is_later = self._version != recorder._versions[path]
             return recorder._leaf(("host", path, is_later), value)
 
-        torch.Tensor.item = item  # type: ignore[method-assign, assignment]
+        torch.Tensor.item = item  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -536,7 +559,9 @@ class _Recorder:
             elif getattr(leaf, "scope", None) is self._scope:
                 recording.results.append(Result("number", leaf.index))
             elif _is_on_host(leaf):
-                raise Unfit("it returns a tensor on the host that it has not copied from the device")
+                raise Unfit(
+                    "it returns a tensor on the host that it has not copied from the device"
+                )
             else:
                 recording.results.append(Result("constant", leaf))
         if unread:
@@ -559,15 +584,15 @@ class _Recorder:
             serial = self.core.serial(self.index)
             alive = {life.slot for life in self.core.living(serial)}
             left = {name for name in left if noted.slots[name] in alive}
-        for step in noted.steps:
-            for name in getattr(step, "made", ()) if hasattr(step, "name") else ():
-                if name in left:
-                    raise Unfit(
-                        f"what {step.name} makes is kept after the call, where replay cannot find "
-                        "it: return it, or let go of it (call backward() in the function, or use "
-                        "torch.no_grad())",
-                        step.line,
-                    )
+        operations = [step for step in noted.steps if isinstance(step, Operation)]
+        for step in operations:
+            if left.intersection(step.made):
+                raise Unfit(
+                    f"what {step.name} makes is kept after the call, where replay cannot find it: "
+                    "return it, or let go of it (call backward() in the function, or use "
+                    "torch.no_grad())",
+                    step.line,
+                )
         if self._grown:
             raise Unfit(self._grown + ", which replay would not; return what is added")
 
@@ -672,9 +697,9 @@ def _read_as(leaf: Any, reads: list[tape.Read], unread: list[int]) -> int | None
             continue
         value = torch.frombuffer(bytearray(reads[at].content), dtype=dtype)
         if _is_on_host(leaf):
-            if leaf.dtype == dtype and leaf.numel() == value.numel():
-                if torch.equal(leaf.detach().reshape(-1), value):
-                    return at
+            fits = leaf.dtype == dtype and leaf.numel() == value.numel()
+            if fits and torch.equal(leaf.detach().reshape(-1), value):
+                return at
         elif isinstance(leaf, int | float) and value.numel() == 1:
             read = value.item()
             if read == leaf and type(read) is type(leaf):
@@ -752,24 +777,24 @@ class _Ready:
             if ("argument", number) in sample.tape.names
         ]
         self._from_host = [
-            at for at, number in enumerate(self.program.inputs)
+            at
+            for at, number in enumerate(self.program.inputs)
             if _is_on_host(sample.arguments[number])
         ]
         written = {name for step in sample.tape.steps for name in getattr(step, "written", ())}
-        self._written = [
-            self._tensors[str(which)] for kind, which in written if kind == "place"
-        ]
-        self._setters = [
-            (found.owners.get(path), path, at) for path, at in self.program.assigned.items()
-        ]
-        for owner, path, _ in self._setters:
-            if owner is None:
+        self._written = [self._tensors[str(which)] for kind, which in written if kind == "place"]
+        self._setters: list[tuple[Any, int]] = []
+        for path, at in self.program.assigned.items():
+            if path not in found.owners:
                 raise Unfit(f"{path} becomes another tensor in each call")
+            self._setters.append((found.owners[path], at))
         self._device = torch.device("sky", self._index)
         # Which of the tensors that the program gives each view is, if it is one of them.
         given = iter(range(len(self.program.views)))
         self._fresh = [
-            next(given) if each.storage[0] == "made" and each.storage not in self.program.kept else None
+            next(given)
+            if each.storage[0] == "made" and each.storage not in self.program.kept
+            else None
             for each in self.program.views
         ]
         self._results = list(self._getters())
@@ -778,10 +803,10 @@ class _Ready:
     def _finder(self, recorder: _Recorder, leaf: Leaf) -> Callable[[list[Any]], Any]:
         if isinstance(leaf, Place):
             return _InPlace(leaf)
-        kind, *which = leaf  # type: ignore[misc]
-        if kind == "argument":
-            return _Argument(which[0])
-        path, is_later = which
+        assert isinstance(leaf, tuple)
+        if leaf[0] == "argument":
+            return _Argument(leaf[1])
+        _, path, is_later = leaf
         number = self._hosts.get(path) or _OnHost(self._tensors[path], 0)
         return number.later if is_later else number.before
 
@@ -822,7 +847,7 @@ class _Ready:
             number.change()
         if self._written:
             torch.autograd.graph.increment_version(self._written)
-        for owner, _, at in self._setters:
+        for owner, at in self._setters:
             owner.grad = self._view(at, made, inputs, leaves)
         for scheduler in self._schedulers:
             scheduler.step()
@@ -853,11 +878,14 @@ class _Ready:
             elif each.kind == "read":
                 number, is_tensor = each.value
                 read = "cpu" if is_tensor else "item"
-                yield lambda m, i, v, n, at=reads + number, read=read: getattr(
-                    self._view(at, m, i, v), read
-                )()
+                yield (
+                    lambda m, i, v, n, at=reads + number, read=read: getattr(
+                        self._view(at, m, i, v), read
+                    )()
+                )
             elif each.kind == "number":
-                yield lambda m, i, v, n, at=next(computed): n[at]
+                at = next(computed)
+                yield lambda m, i, v, n, at=at: n[at]
             else:
                 value = self._tensors[each.value] if each.kind == "same" else each.value
                 yield lambda m, i, v, n, value=value: value

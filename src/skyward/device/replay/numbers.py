@@ -18,7 +18,12 @@ Formula = tuple[Any, ...]
 """("leaf", which), or a function's name and its operands, each ("at", index) or ("is", value)."""
 
 ARITHMETIC = {
-    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"},
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
     "pow": "**",
 }
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
@@ -128,7 +133,7 @@ def _define() -> None:
             setattr(kind, f"__{name}__", _binary(name, function, decides=True))
         for name in SIGNS:
             setattr(kind, f"__{name}__", _unary(name, getattr(operator, name)))
-        kind.__bool__ = lambda self: self.scope.decide("ne", plain(self) != 0, self, 0)
+        setattr(kind, "__bool__", lambda self: self.scope.decide("ne", plain(self) != 0, self, 0))  # noqa: B010
 
 
 _define()
@@ -194,7 +199,7 @@ def compiled(
     given = ", ".join([*places.values(), *(f"c{at}=c{at}" for at in range(len(constants)))])
     space: dict[str, Any] = {"math": math, "neg": operator.neg, "pos": operator.pos, "abs": abs}
     space |= {f"c{at}": value for at, value in enumerate(constants)}
-    exec("\n".join([f"def numbers({given}):", *lines]), space)  # noqa: S102
+    exec("\n".join([f"def numbers({given}):", *lines]), space)
     found: Callable[..., list[Any] | None] = space["numbers"]
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 from skyward.device.library import Core
 from skyward.device.replay.numbers import Leaf, Scope, compiled, leaves_of
 from skyward.device.replay.surroundings import Place
-from skyward.device.replay.tape import Made, Name, Number, Operation, Settings, Tape, Uploaded
+from skyward.device.replay.tape import GIVE, Made, Name, Number, Operation, Settings, Tape, Uploaded
 
 DTYPES = (
     *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
@@ -87,6 +87,8 @@ class Recording:
         for mine, its in zip(self.tape.steps, other.tape.steps, strict=False):
             if mine.shape != its.shape or type(mine) is not type(its):
                 line = getattr(its, "line", 0) or getattr(mine, "line", 0)
+                if isinstance(mine, Uploaded) and isinstance(its, Uploaded):
+                    return Unfit(f"it uploads other bytes in each call; {GIVE}", line)
                 return Unfit("it does not do the same in each call", line)
         if self.summary != other.summary:
             return Unfit("it does not do the same in each call")
@@ -151,12 +153,12 @@ def plan(samples: Sequence[Recording]) -> Plan:
         at, number = row[-1]
         operation = last.tape.steps[at]
         assert isinstance(operation, Operation)
-        values = tuple(each.value for _, each in row)  # type: ignore[misc]
+        values = tuple(each.value for _, each in row)
         found = known.get(values) or _as_element(values, number, scopes)
         if not found:
             raise Unfit(
                 f"{operation.name} gets {_told(values)} in calls that are the same otherwise, and "
-                "replay does not know what these come from: give such a number as an argument",
+                f"replay does not know what these come from; {GIVE}",
                 operation.line,
             )
         # The first of those that are equal for the first number, the second for the second.
@@ -399,7 +401,7 @@ class _Content:
         out += struct.pack("<I", len(self._input_slots))
         for slot, size, is_written in self._input_slots:
             out += struct.pack("<IQB", slot, size, is_written)
-        sizes = {name: 0 for name in self._results}
+        sizes = dict.fromkeys(self._results, 0)
         for view in self.views:
             if view.storage in sizes:
                 sizes[view.storage] = max(sizes[view.storage], view.bytes)

@@ -92,7 +92,8 @@ class Guards:
         self._objects: list[_Kept] = []
         for each in containers:
             pairs = each.items() if isinstance(each, dict) else enumerate(each)
-            numbers, objects = [], []
+            numbers: list[Any] = []
+            objects: list[Any] = []
             for key, value in pairs:
                 if key not in free.get(_home(each), ()):
                     (numbers if isinstance(value, SCALARS) else objects).append(key)
@@ -246,9 +247,7 @@ class _Walk:
 class _Variable:
     """A variable outside of a function, as a container of one item."""
 
-    def __init__(
-        self, home: object, read: Callable[[], Any], write: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, home: object, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
         self.home, self._read, self._write = home, read, write
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 SIZES = {"s": 4, "w": 4, "o": 8, "h": 16, "g": 4, "i": 8, "r": 8, "c": 16}
 """The fields of an operation's payload; `csrc/client/tape.h` has their meaning."""
 
+GIVE = "give what differs from call to call as an argument"
 Name = tuple[str, int | str]
 """A storage: ("made", its number), ("argument", its number), ("place", its path), or ("slot", its
 slot)."""
@@ -76,6 +77,7 @@ class Made:
 class Uploaded:
     """Bytes from the host. With an `argument`, they are those of that argument."""
 
+    line: int
     into: Name
     offset: int
     content: bytes
@@ -223,8 +225,10 @@ def read(
             data = reader.text()
             argument = hosts.get(address)
             if argument is None and len(data) < size:
-                block(f"it uploads {size} bytes that are not an argument's; give them as an argument")
-            tape.steps.append(Uploaded(name_of(slot), offset, data, size, argument))
+                block(
+                    f"it uploads {size} bytes that are not an argument's; give them as an argument"
+                )
+            tape.steps.append(Uploaded(line, name_of(slot), offset, data, size, argument))
         elif kind == 4:
             (line,) = reader.take("I")
             located = _Reader(reader.text())

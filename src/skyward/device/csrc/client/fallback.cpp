@@ -248,6 +248,7 @@ void note_taped(Tape& tape, uint32_t line, const Template& t, const Key& key, co
   auto fields = payload_fields(key, info, args);
   tape.operation(line, t.id, name, fields, key.payload, slots);
   if (t.asks_always || (info.indexes && key.masked)) tape.blocked(name + ", whose result depends on data");
+  if (info.names_graphs) tape.blocked("a call of what torch.compile has made; replay the function without it");
   if (!t.resized.empty()) tape.blocked(name + ", which resizes a tensor");
 }
 

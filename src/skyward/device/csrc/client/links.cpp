@@ -158,6 +158,7 @@ bool pass(Session& source, const Extent& from, const uint32_t* version, uint32_t
     source.begin();
     PassageRecord record{kSend, from.slot, from.offset, from.bytes, link.number, count};
     source.put(&record, sizeof record);
+    if (auto* noted = source.tape()) noted->blocked("a copy to another device");
     source.stats.sent_on += from.bytes;
   }
   PassageRecord record{kReceive, to.slot, to.offset, to.bytes, link.number, count++};
@@ -167,6 +168,7 @@ bool pass(Session& source, const Extent& from, const uint32_t* version, uint32_t
   target.wrote(to.slot);
   written = target.version(to.slot);
   target.put(&record, sizeof record);
+  if (auto* noted = target.tape()) noted->blocked("a copy from another device");
   target.stats.taken_over += to.bytes;
   return true;
 }
