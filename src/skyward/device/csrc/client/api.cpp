@@ -308,9 +308,8 @@ int sky_reserve(int index, uint32_t count, uint32_t* slots) {
 }
 
 int sky_add_program(int index, const char* content, uint64_t size, int64_t* number) {
-  return sky::guarded([&] {
-    *number = sky::add_program(sky::session_at(static_cast<c10::DeviceIndex>(index)), {content, size});
-  });
+  return sky::guarded(
+      [&] { *number = sky::add_program(sky::session_at(static_cast<c10::DeviceIndex>(index)), {content, size}); });
 }
 
 void sky_drop_program(int64_t number) { sky::drop_program(number); }

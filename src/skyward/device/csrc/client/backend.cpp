@@ -25,7 +25,8 @@ std::string tell_generator(int index, uint32_t id, GeneratorAction action, std::
   session.begin();
   if (replied) return session.ask(w.bytes().data(), w.size());
   session.put(w.bytes().data(), w.size());
-  if (auto* noted = session.tape(); noted && action != kForget) noted->blocked("a generator is given a seed or a state");
+  if (auto* noted = session.tape(); noted && action != kForget)
+    noted->blocked("a generator is given a seed or a state");
   return "";
 }
 

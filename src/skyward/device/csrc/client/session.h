@@ -273,7 +273,7 @@ class Session {
   std::deque<uint64_t> unwanted_;           // replies whose wait was interrupted: the bytes that follow each
   std::unique_ptr<Recording> recording_;
   std::unique_ptr<Tape> tape_;
-  std::unordered_set<uint32_t> reserved_;   // slots that no storage here has
+  std::unordered_set<uint32_t> reserved_;  // slots that no storage here has
   Slots slots_;
   std::vector<Life> lives_;  // by slot
   std::unordered_map<uint32_t, Hold> held_;

@@ -48,9 +48,11 @@ enum Record : uint32_t {
   kMark = 0x7fffff28u,      // replied with kMarked when everything before it has been read
   kRedefine = 0x7fffff29u,  // u32 length, u32 template that is used no more, then as kDefine
   // Records that the worker keeps, and carries out again when it is told to.
-  kProgram = 0x7fffff2au,  // u32 length, u32 program, u32 count, for each number that varies: u32 place, u8 size; records
-  kReplay = 0x7fffff2bu,   // u32 length, u32 program, text of the numbers that vary; u32 count, for each input: u32 slot, u64 offset, u32 slot in the program, u64
-                           // bytes, u8 whether it is copied back; for each result: u32 slot in it, u32 slot
+  // kProgram: u32 length, u32 program, u32 count, for each number that varies: u32 place, u8 size; the records.
+  // kReplay: u32 length, u32 program, text of the numbers; u32 count, for each input: u32 slot, u64 offset, u32 slot in
+  // the program, u64 bytes, u8 whether it is copied back; for each result: u32 slot in the program, u32 slot.
+  kProgram = 0x7fffff2au,
+  kReplay = 0x7fffff2bu,
   kForgetProgram = 0x7fffff2cu,  // u32 program
 };
 constexpr uint32_t kFree = 0x80000000u;

@@ -296,8 +296,7 @@ void Session::replay(Reader& r) {
   auto& program = found->second;
   size_t left = r.u32();
   Reader numbers(r.bytes(left), left);
-  for (auto& each : program.varying)
-    std::memcpy(program.records.data() + each.at, numbers.bytes(each.size), each.size);
+  for (auto& each : program.varying) std::memcpy(program.records.data() + each.at, numbers.bytes(each.size), each.size);
   struct Input {
     uint32_t from, to;
     uint64_t offset, bytes;

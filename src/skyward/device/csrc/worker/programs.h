@@ -39,9 +39,9 @@ struct Part {
   uint64_t graph = 0;
   // Of the graph: what it reads or writes to, which has to lie where it lay; what it leaves, which lies in its own
   // memory; and what is gone after it.
-  std::vector<Lying> used;
-  std::vector<Lying> left;
-  std::vector<uint32_t> gone;
+  std::vector<Lying> used = {};
+  std::vector<Lying> left = {};
+  std::vector<uint32_t> gone = {};
 };
 
 class Program {
