@@ -1,0 +1,846 @@
+"""`sky.replay`: what is replayed has the bits of what runs as it is, or it is not replayed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils import _pytree as pytree
+
+import skyward as sky
+from skyward.device.core import core
+from skyward.device.replay import Replay
+
+from ..conftest import other_case
+from .test_checkpoints import lose
+
+CALLS = 10
+
+
+@dataclass
+class Work:
+    """A function, what call number `i` gives it, and what it changes."""
+
+    function: Callable[..., Any]
+    arguments: Callable[[int], tuple[Any, ...]]
+    state: Callable[[], Any] = tuple
+
+
+def told(value: Any) -> list[Any]:
+    """The leaves of a value, tensors with the dtype and the bytes that they have now."""
+
+    def leaf(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return type(each), each
+        there = each.detach().cpu().contiguous()
+        return each.device.type, there.shape, there.dtype, there.reshape(-1).view(torch.uint8)
+
+    return [leaf(each) for each in pytree.tree_leaves(value)]
+
+
+def differ(ours: list[Any], theirs: list[Any]) -> list[int]:
+    """The numbers of the leaves that are not equal."""
+    assert len(ours) == len(theirs)
+    return [
+        number
+        for number, (mine, its) in enumerate(zip(ours, theirs, strict=True))
+        if mine[:-1] != its[:-1]
+        or (not torch.equal(mine[-1], its[-1]) if len(mine) == 4 else mine != its)
+    ]
+
+
+def run(make: Callable[[], Work], calls: int, *, replayed: bool) -> tuple[Any, list[Any]]:
+    """Call a function; returns it, and what came of it."""
+    torch.manual_seed(0)
+    work = make()
+    step = sky.replay(work.function) if replayed else work.function
+    torch.manual_seed(1)
+    results = [step(*work.arguments(number)) for number in range(calls)]
+    state = [*map(told, results), told(work.state()), told(torch.rand(3, device=device_of(work)))]
+    return step, state
+
+
+def device_of(work: Work) -> torch.device:
+    given = [each for each in pytree.tree_leaves(work.state()) if isinstance(each, torch.Tensor)]
+    given += [each for each in pytree.tree_leaves(work.arguments(0)) if hasattr(each, "device")]
+    return next((each.device for each in given if each.device.type == "sky"), torch.device("cpu"))
+
+
+def replayed_like_eager(make: Callable[[], Work], calls: int = CALLS) -> Replay[..., Any]:
+    """Results, state and random numbers of a replayed function are those of the function."""
+    _, expected = run(make, calls, replayed=False)
+    step, found = run(make, calls, replayed=True)
+    wrong = {at: differ(*pair) for at, pair in enumerate(zip(found, expected, strict=True))}
+    assert not any(wrong.values()), f"{step!r} differs in {wrong}"
+    return step
+
+
+def batches(device: torch.device, *sizes: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    given = sizes or (16, 10)
+    return [torch.randn(given, generator=generator).to(device) for _ in range(64)]
+
+
+def net(device: torch.device) -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 4)).to(device)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [each.grad for each in model.parameters()]
+
+
+def training(
+    device: torch.device,
+    optimizer_of: Callable[[Any], torch.optim.Optimizer],
+    scheduler_of: Callable[[torch.optim.Optimizer], Any] | None = None,
+    *,
+    is_scheduled_inside: bool = True,
+) -> Work:
+    """A model trained on batches; what is compared is all that PyTorch keeps of it."""
+    model = nn.Sequential(
+        nn.Linear(10, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 4)
+    ).to(device)
+    optimizer = optimizer_of(model.parameters())
+    scheduler = scheduler_of(optimizer) if scheduler_of is not None else None
+    xs = batches(device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None and is_scheduled_inside:
+            scheduler.step()
+        return loss.detach()
+
+    def arguments(number: int) -> tuple[Any, ...]:
+        if scheduler is not None and number and not is_scheduled_inside:
+            scheduler.step()
+        return (xs[number],)
+
+    def state() -> Any:
+        rates = [{**group, "params": None} for group in optimizer.param_groups]
+        kept = [optimizer.state_dict()["state"], rates, model.state_dict(), gradients(model)]
+        return kept if scheduler is None else [*kept, scheduler.get_last_lr()]
+
+    return Work(step, arguments, state)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9, nesterov=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, 0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01, foreach=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, 0.01, momentum=0.5),
+}
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 50),
+    "steps": lambda optimizer: lr_scheduler.StepLR(optimizer, 4, 0.5),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=40, cycle_momentum=False
+    ),
+    "warm-up": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda at: min(1, (at + 1) / 6)),
+}
+
+
+class TestTraining:
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_optimisers_keep_their_state_and_their_counts(self, device, name) -> None:
+        step = replayed_like_eager(lambda: training(device, OPTIMIZERS[name]))
+        assert step.replayed >= CALLS - 4
+
+    @pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "outside"])
+    @pytest.mark.parametrize("name", SCHEDULERS)
+    def test_schedulers_go_on(self, device, name, is_inside) -> None:
+        def make() -> Work:
+            return training(
+                device, OPTIMIZERS["adam"], SCHEDULERS[name], is_scheduled_inside=is_inside
+            )
+
+        step = replayed_like_eager(make, 16)
+        assert step.replayed >= 8
+
+    def test_clipping_and_an_average_whose_decay_follows_a_counter(self, device) -> None:
+        class Average:
+            def __init__(self, model: nn.Module) -> None:
+                self.shadow = [each.detach().clone() for each in model.parameters()]
+                self.count = 0
+
+            @torch.no_grad()
+            def update(self, model: nn.Module) -> None:
+                self.count += 1
+                decay = min(0.999, (1 + self.count) / (10 + self.count))
+                for mine, its in zip(self.shadow, model.parameters(), strict=True):
+                    mine.lerp_(its, 1 - decay)
+
+        def make() -> Work:
+            model = net(device)
+            optimizer, average = torch.optim.AdamW(model.parameters(), 0.01), Average(model)
+            xs = batches(device)
+
+            def step(x: torch.Tensor) -> Any:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                average.update(model)
+                return {"loss": loss.detach(), "norm": norm}
+
+            return Work(
+                step,
+                lambda number: (xs[number],),
+                lambda: (model.state_dict(), average.shadow, average.count, gradients(model)),
+            )
+
+        assert replayed_like_eager(make).replayed
+
+    def test_gradients_are_accumulated_within_a_call(self, device) -> None:
+        def make() -> Work:
+            model, xs = net(device), batches(device)
+            optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+            def step(parts: list[torch.Tensor]) -> torch.Tensor:
+                optimizer.zero_grad()
+                total: Any = 0
+                for part in parts:
+                    loss = model(part).square().mean() / len(parts)
+                    loss.backward()
+                    total = total + loss.detach()
+                optimizer.step()
+                return total
+
+            return Work(step, lambda number: (xs[number : number + 3],), model.state_dict)
+
+        assert replayed_like_eager(make).replayed
+
+    def test_a_rate_changed_by_hand_after_replays_began(self, device) -> None:
+        def make() -> Work:
+            model, xs = net(device), batches(device)
+            optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            def arguments(number: int) -> tuple[Any, ...]:
+                if number >= 6:
+                    optimizer.param_groups[0]["lr"] = 0.1 / number
+                return (xs[number],)
+
+            return Work(step, arguments, model.state_dict)
+
+        assert replayed_like_eager(make, 16).replayed >= 10
+
+    def test_a_state_loaded_between_calls(self, device) -> None:
+        def make() -> Work:
+            model, xs = net(device), batches(device)
+            optimizer = torch.optim.Adam(model.parameters(), 0.05)
+            saved: dict[str, Any] = {}
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            def arguments(number: int) -> tuple[Any, ...]:
+                if number == 6:
+                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    saved.update(pytree.tree_map_only(torch.Tensor, torch.clone, state))
+                if number == 10:
+                    model.load_state_dict(saved["model"])
+                    optimizer.load_state_dict(saved["optimizer"])
+                return (xs[number],)
+
+            def state() -> Any:
+                return model.state_dict(), optimizer.state_dict()["state"]
+
+            return Work(step, arguments, state)
+
+        assert replayed_like_eager(make, 20).replayed >= 12
+
+    def test_parameters_that_the_user_writes_to_between_calls(self, device) -> None:
+        def make() -> Work:
+            model, xs = net(device), batches(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    return model(x)
+
+            @torch.no_grad()
+            def arguments(number: int) -> tuple[Any, ...]:
+                for each in model.parameters():
+                    each.mul_(1 + number / 10)
+                return (xs[number],)
+
+            return Work(step, arguments)
+
+        assert replayed_like_eager(make).replayed == CALLS - 2
+
+    @pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "outside"])
+    def test_autocast(self, device, is_inside) -> None:
+        def make() -> Work:
+            model, xs = net(device), batches(device)
+            optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                optimizer.zero_grad()
+                with ExitStack() as stack:
+                    if is_inside:
+                        stack.enter_context(torch.autocast("sky", dtype=torch.bfloat16))
+                    result = model(x)
+                loss = result.float().square().mean()
+                loss.backward()
+                optimizer.step()
+                return result.detach()
+
+            return Work(step, lambda number: (xs[number],), model.state_dict)
+
+        def within() -> Work:
+            work = make()
+            step = work.function
+            return work if is_inside else Work(step, work.arguments, work.state)
+
+        with torch.autocast("sky", dtype=torch.bfloat16, enabled=not is_inside):
+            assert replayed_like_eager(within).replayed
+
+    def test_a_mode_set_around_a_call_makes_a_program_of_its_own(self, device) -> None:
+        model, x = net(device).requires_grad_(False), batches(device)[0]
+        step = sky.replay(lambda x: model(x))
+        for _ in range(4):
+            assert step(x).dtype == torch.float32
+            with torch.autocast("sky", dtype=torch.bfloat16):
+                assert step(x).dtype == torch.bfloat16
+        assert step.replayed == 4
+
+    def test_evaluation_in_between(self, device) -> None:
+        def make() -> Work:
+            model, xs = nn.Sequential(nn.Linear(10, 6), nn.Dropout(0.5)).to(device), batches(device)
+
+            @torch.no_grad()
+            def step(x: torch.Tensor) -> torch.Tensor:
+                return model(x)
+
+            def arguments(number: int) -> tuple[Any, ...]:
+                model.train(number % 10 < 6)
+                return (xs[number],)
+
+            return Work(step, arguments)
+
+        assert replayed_like_eager(make, 26).replayed == 22
+
+    def test_two_functions_of_one_model_side_by_side(self, device) -> None:
+        def make() -> Work:
+            model, xs = net(device), batches(device)
+            optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+
+            def train(x: torch.Tensor) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            @torch.no_grad()
+            def evaluate(x: torch.Tensor) -> torch.Tensor:
+                return model(x).sum(0)
+
+            return Work(train, lambda number: (xs[number],), lambda: (model.state_dict(), evaluate))
+
+        def alternating(*, replayed: bool) -> tuple[list[Any], int]:
+            torch.manual_seed(0)
+            work = make()
+            train, (_, evaluate) = work.function, work.state()
+            if replayed:
+                train, evaluate = sky.replay(train), sky.replay(evaluate)
+            results = []
+            for number in range(CALLS):
+                results += [train(*work.arguments(number)), evaluate(*work.arguments(number + 20))]
+            both = min(train.replayed, evaluate.replayed) if replayed else 0
+            return told(results), both
+
+        expected, _ = alternating(replayed=False)
+        found, count = alternating(replayed=True)
+        assert not differ(found, expected)
+        assert count >= 6
+
+    @pytest.mark.parametrize("kind", ["lstm", "attention"])
+    def test_layers_with_many_operations(self, device, kind) -> None:
+        def make() -> Work:
+            if kind == "lstm":
+                model: nn.Module = nn.LSTM(10, 8, 2, dropout=0.1, batch_first=True)
+            else:
+                model = nn.TransformerEncoderLayer(10, 2, 16, batch_first=True)
+            model, xs = model.to(device), batches(device, 3, 5, 10)
+            optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                optimizer.zero_grad()
+                result = model(x)
+                loss = (result[0] if kind == "lstm" else result).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            return Work(step, lambda number: (xs[number],), model.state_dict)
+
+        assert replayed_like_eager(make).replayed
+
+    @other_case
+    def test_a_model_of_transformers(self, device) -> None:
+        transformers = pytest.importorskip("transformers")
+
+        def make() -> Work:
+            config = transformers.GPT2Config(
+                vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2
+            )
+            model = transformers.GPT2LMHeadModel(config).to(device)
+            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+            xs = [torch.randint(50, (2, 8)).to(device) for _ in range(CALLS + 1)]
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                loss = model(x, labels=x).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.detach()
+
+            return Work(step, lambda number: (xs[number],), model.state_dict)
+
+        assert replayed_like_eager(make).replayed
+
+
+class TestArguments:
+    def test_tensors_that_come_from_the_host(self, device) -> None:
+        def make() -> Work:
+            weight, xs = torch.randn(10, 10).to(device), batches(torch.device("cpu"))
+
+            def step(x: torch.Tensor) -> Any:
+                there = x.to(device)
+                return (there @ weight).tanh(), there
+
+            return Work(step, lambda number: (xs[number],), lambda: weight)
+
+        assert replayed_like_eager(make).replayed == CALLS - 2
+
+    def test_numbers(self, device) -> None:
+        def make() -> Work:
+            xs = batches(device)
+            return Work(
+                lambda x, share: x * share + (1 - share) ** 2,
+                lambda number: (xs[number], 0.1 * number),
+            )
+
+        assert replayed_like_eager(make).replayed == CALLS - 2
+
+    def test_words_and_whole_numbers_make_another_program(self, device) -> None:
+        x = batches(device)[0]
+
+        def power(x: torch.Tensor, exponent: int, *, kind: str = "plain") -> torch.Tensor:
+            result = x**exponent
+            return result.exp() if kind == "exp" else result
+
+        step = sky.replay(power)
+        for _ in range(4):
+            for exponent in (2, 3):
+                for kind in ("plain", "exp"):
+                    found = step(x, exponent, kind=kind)
+                    assert torch.equal(found.cpu(), power(x, exponent, kind=kind).cpu())
+        assert step.replayed == 8
+
+    def test_other_sizes_make_another_program(self, device) -> None:
+        def make() -> Work:
+            xs = batches(device)
+            return Work(lambda x: x.exp().sum(0), lambda number: (xs[number][: 2 + number % 3],))
+
+        assert replayed_like_eager(make, 18).replayed == 12
+
+    def test_more_than_sixteen_kinds_run_as_they_are(self, device) -> None:
+        x = torch.arange(20.0).to(device)
+        step = sky.replay(lambda x: x.cumsum(0))
+        for _ in range(3):
+            for size in range(1, 17):
+                assert step(x[:size])[-1].item() == sum(range(size))
+        assert step.replayed == 16
+        with pytest.warns(UserWarning, match="more than 16 kinds of sizes; give it fewer"):
+            step(x[:17])
+        for _ in range(4):
+            assert step(x[:18])[-1].item() == sum(range(18))
+            assert step(x[:16])[-1].item() == sum(range(16))
+        assert step.replayed == 20
+
+    def test_tensors_that_the_function_writes_to(self, device) -> None:
+        def make() -> Work:
+            xs, total = batches(device), torch.zeros(1).to(device)
+
+            def step(x: torch.Tensor, total: torch.Tensor) -> Any:
+                total.add_(x.sum())
+                x.mul_(2)
+                return x + total, x, total
+
+            return Work(step, lambda number: (xs[number], total), lambda: (xs, total))
+
+        assert replayed_like_eager(make).replayed == CALLS - 2
+
+    def test_random_numbers_are_those_of_the_device(self, device) -> None:
+        def make() -> Work:
+            xs = batches(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                return torch.randn(3, device=device) + x.sum() + torch.rand_like(x).sum()
+
+            return Work(step, lambda number: (xs[number],))
+
+        assert replayed_like_eager(make).replayed == CALLS - 2
+
+
+class TestResults:
+    def test_a_value_read_at_the_end(self, device) -> None:
+        def make() -> Work:
+            xs = batches(device)
+
+            def step(x: torch.Tensor) -> Any:
+                total, largest = x.sum(), x.amax(0)
+                return total.item(), largest.cpu(), "constant", None
+
+            return Work(step, lambda number: (xs[number],))
+
+        assert replayed_like_eager(make).replayed == CALLS - 2
+
+    def test_counters_of_the_function_are_counted_on(self, device) -> None:
+        class Counting:
+            def __init__(self) -> None:
+                self.count = 0
+                self.weight = torch.ones(10).to(device)
+
+            def __call__(self, x: torch.Tensor) -> Any:
+                self.count += 1
+                return x * self.weight * (1 / self.count), self.count
+
+        def make() -> Work:
+            work, xs = Counting(), batches(device)
+            return Work(work, lambda number: (xs[number],), lambda: (work.count, work.weight))
+
+        assert replayed_like_eager(make).replayed >= CALLS - 4
+
+    def test_a_condition_that_is_true_every_third_time(self, device) -> None:
+        def make() -> Work:
+            weight, xs = torch.ones(10).to(device), batches(device)
+            count = 0
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                nonlocal count
+                count += 1
+                if count % 3 == 0:
+                    weight.mul_(0.5)
+                return (x * weight).sum()
+
+            return Work(step, lambda number: (xs[number],), lambda: (count, weight))
+
+        assert replayed_like_eager(make, 30).replayed >= 22
+
+    def test_results_stay_when_the_function_is_called_again(self, device) -> None:
+        xs = batches(device)
+        step = sky.replay(lambda x: (x + 1).relu())
+        results = [step(x) for x in xs]
+        for x, result in zip(xs, results, strict=True):
+            assert torch.equal(result.cpu(), (x.cpu() + 1).relu())
+
+
+def refused(make: Callable[[], Work], why: str, calls: int = CALLS) -> None:
+    """A function that cannot be replayed runs as it is, and one warning says why."""
+    _, expected = run(make, calls, replayed=False)
+    with pytest.warns(UserWarning, match=why) as warned:
+        step, found = run(make, calls, replayed=True)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert not any(differ(*pair) for pair in zip(found, expected, strict=True))
+    assert step.replayed == 0
+
+
+class TestRefused:
+    def test_a_value_read_in_the_middle(self, device) -> None:
+        def make() -> Work:
+            xs = batches(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                if x.sum().item() > 3:
+                    return x * 2
+                return x * 3
+
+            return Work(step, lambda number: (xs[number],))
+
+        refused(
+            make,
+            r"runs step as it is: it reads a value, and goes on with operations; return the tensor "
+            r"(.|\n)*test_replay\.py:\d+: if x\.sum\(\)\.item\(\) > 3:",
+        )
+
+    def test_a_value_read_and_kept(self, device) -> None:
+        def make() -> Work:
+            xs, kept = batches(device), {"last": 0.0}
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                result = x * 2
+                kept["last"] = result.sum().item()
+                return result
+
+            return Work(step, lambda number: (xs[number],), lambda: kept)
+
+        refused(make, r"runs step as it is: it (changes|reads) ")
+
+    def test_sizes_that_depend_on_data(self, device) -> None:
+        def make() -> Work:
+            xs = batches(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                return x[x > 0].sum()
+
+            return Work(step, lambda number: (xs[number],))
+
+        refused(
+            make,
+            r"aten::index.Tensor, whose result depends on data\n"
+            r".*test_replay\.py:\d+: return x\[x > 0\]\.sum\(\)",
+        )
+
+    def test_a_list_that_grows(self, device) -> None:
+        def make() -> Work:
+            xs, history = batches(device), []
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                history.append(x.sum())
+                return x * 2
+
+            return Work(step, lambda number: (xs[number],), lambda: history)
+
+        refused(make, "changes the length of a list .*; return what is added")
+
+    def test_a_result_with_its_graph(self, device) -> None:
+        def make() -> Work:
+            model, xs = net(device), batches(device)
+            return Work(model.forward, lambda number: (xs[number],))
+
+        refused(make, r"runs forward as it is: .* call it in the function, or return loss.detach")
+
+    def test_numbers_that_nobody_knows(self, device) -> None:
+        def make() -> Work:
+            xs, numbers = batches(device), iter([0.1 * number for number in range(50)])
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                return x.mul(next(numbers))
+
+            return Work(step, lambda number: (xs[number],))
+
+        refused(
+            make,
+            r"aten::mul.* gets 0\.\d* and then 0\.1.* give what differs .* as an argument\n"
+            r".*test_replay\.py:\d+: return x\.mul\(next\(numbers\)\)",
+        )
+
+    def test_bytes_that_are_no_arguments(self, device) -> None:
+        def make() -> Work:
+            xs, hosts = batches(device), iter(batches(torch.device("cpu")))
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                return x + next(hosts).to(device)
+
+            return Work(step, lambda number: (xs[number],))
+
+        refused(make, "uploads other bytes in each call; give what differs")
+
+    def test_another_device_besides(self, device, other_device) -> None:
+        def make() -> Work:
+            xs = batches(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                torch.ones(3, device=other_device)
+                return x * 2
+
+            return Work(step, lambda number: (xs[number],))
+
+        refused(make, f"it uses {other_device} besides {device}")
+
+    def test_what_is_no_function(self) -> None:
+        with pytest.raises(sky.errors.ConfigurationError, match=r"replay\(3\): give a function"):
+            sky.replay(3)  # type: ignore[arg-type]
+
+    def test_a_function_that_never_uses_a_device(self) -> None:
+        step = sky.replay(lambda x: x + 1)
+        assert [step(number) for number in range(8)] == [*range(1, 9)]
+        assert step.replayed == 0
+
+
+class TestFailures:
+    def test_an_error_in_the_function_is_the_users(self, device) -> None:
+        xs, fails = batches(device), [True, False]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            result = x * 2
+            if fails[0]:
+                raise KeyError("mine")
+            return result
+
+        replayed = sky.replay(step)
+        for _ in range(3):
+            with pytest.raises(KeyError, match="mine"):
+                replayed(xs[0])
+        fails[0] = False
+        for x in xs[:6]:
+            assert torch.equal(replayed(x).cpu(), 2 * x.cpu())
+        assert replayed.replayed == 4
+        fails[0] = True
+        with pytest.raises(KeyError, match="mine"):
+            replayed(xs[0])
+        fails[0] = False
+        assert torch.equal(replayed(xs[7]).cpu(), 2 * xs[7].cpu())
+        assert replayed.replayed == 5
+
+    def test_an_operation_that_fails_raises_at_the_next_wait(self, device) -> None:
+        table = torch.arange(10.0).to(device)
+        step = sky.replay(lambda index: table.index_select(0, index) * 2)
+        indices = [torch.tensor([number, number]).to(device) for number in range(10)]
+        for index in indices[:5]:
+            step(index)
+        assert step.replayed == 3
+        wrong = step(torch.tensor([3, 77]).to(device))
+        assert step.replayed == 4
+        with pytest.raises((IndexError, RuntimeError), match=r"(?i)index.*out of"):
+            wrong.sum().item()
+        for number, index in enumerate(indices):
+            assert step(index).tolist() == [2 * number, 2 * number]
+        assert table.sum().item() == 45
+
+    def test_a_device_that_is_lost_says_so_and_then_is_recorded_anew(
+        self, sharing, tmp_path: Path
+    ) -> None:
+        store = sky.ModelStore(tmp_path / "store", progress=False)
+        with sharing(sky.Compute(options=sky.Options(console=False))) as pool:
+            device = pool.device("cpu")
+            torch.manual_seed(0)
+            model = net(device)
+            optimizer = torch.optim.Adam(model.parameters(), 0.05)
+            xs = [each.tolist() for each in batches(torch.device("cpu"))]
+
+            @sky.replay
+            def step(x: torch.Tensor) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            def steps(*numbers: int) -> list[float]:
+                return [step(torch.tensor(xs[at]).to(device)).item() for at in numbers]
+
+            steps(*range(6))
+            sky.checkpoint(device, store, model=model, optimizer=optimizer)
+            expected = steps(*range(6, 14))
+            assert step.replayed >= 8
+            given = torch.tensor(xs[0]).to(device)
+            lose(pool, device)
+            with pytest.raises(sky.errors.DeviceError, match="is gone: "):
+                step(given)
+                torch.sky.synchronize(device)
+            assert pool.device("cpu") == device
+            sky.restore(device, store, model=model, optimizer=optimizer)
+            before = step.replayed
+            assert steps(*range(6, 14)) == expected
+            assert step.replayed > before
+
+
+class TestSurroundings:
+    def test_a_replay_that_is_dropped_gives_back_what_it_held(self, device) -> None:
+        def use() -> int:
+            model, xs = net(device), batches(device)[:8]
+            optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+            def train(x: torch.Tensor) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            step = sky.replay(train)
+            for x in xs:
+                step(x)
+            return step.replayed
+
+        def held() -> tuple[int, int]:
+            gc.collect()
+            torch.sky.synchronize(device)
+            living = core().living(core().serial(device.index))
+            return len(list(living)), torch.sky.memory_allocated(device)
+
+        use()
+        before = held()
+        assert use() > 0
+        assert held() == before
+
+    def test_use_from_other_threads(self, device) -> None:
+        xs, results = batches(device), {}
+        step = sky.replay(lambda x: (x @ x.T).tanh().sum(0))
+
+        def call(numbers: range) -> None:
+            for number in numbers:
+                results[number] = step(xs[number])
+
+        call(range(4))
+        threads = [threading.Thread(target=call, args=(range(at, 64, 3),)) for at in range(4, 7)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for number, result in results.items():
+            assert torch.equal(result.cpu(), (xs[number] @ xs[number].T).tanh().sum(0).cpu())
+        assert len(results) == 64
+        assert step.replayed == 62
+
+    def test_recorded_on_another_thread(self, device) -> None:
+        xs, results = batches(device), []
+        step = sky.replay(lambda x: x.exp().sum())
+        thread = threading.Thread(target=lambda: results.extend(step(x).item() for x in xs[:5]))
+        thread.start()
+        thread.join()
+        assert results == [x.exp().sum().item() for x in xs[:5]]
+        assert step.replayed == 3
+
+    def test_one_within_another_is_a_part_of_it(self, device) -> None:
+        xs = batches(device)
+        inner = sky.replay(lambda x: x.exp())
+        outer = sky.replay(lambda x: inner(x).sum())
+        for x in xs[:6]:
+            assert outer(x).item() == x.exp().sum().item()
+        assert (outer.replayed, inner.replayed) == (4, 0)
+
+    def test_it_has_the_functions_name_and_says_what_it_has_done(self, device) -> None:
+        def double(x: torch.Tensor) -> torch.Tensor:
+            """Twice as much."""
+            return x * 2
+
+        step = sky.replay(double)
+        for x in batches(device)[:5]:
+            step(x)
+        assert (step.__name__, step.__doc__) == ("double", "Twice as much.")
+        assert repr(step) == "<sky.replay of double: 1 programs, 3 replayed>"
+
+    def test_operation_by_operation_where_that_is_asked_for(self, device, monkeypatch) -> None:
+        monkeypatch.setenv("SKYWARD_DEVICE_SYNC", "1")
+        step = sky.replay(lambda x: x * 2)
+        for x in batches(device)[:5]:
+            assert torch.equal(step(x).cpu(), x.cpu() * 2)
+        assert step.replayed == 0
