@@ -96,6 +96,11 @@ TELLING = {
         r"36 x  aten::mm: ",
         r"the trace is in .*trace-at-the-end\.json",
     ],
+    "replay_training": [
+        r"operation by operation: loss 2\.\d+ -> 0\.\d+, \d+\.\d+ ms a step\n  0 of 300 steps",
+        r"replayed: loss 2\.\d+ -> 0\.\d+, \d+\.\d+ ms a step\n  29\d of 300 steps were one",
+        r"The same weights, bit for bit: True",
+    ],
     "compile_gpt": [
         r"Operation by operation:\n  first step: loss=(\d+\.\d+), ",
         r"Compiled by the worker:\n  first step: loss=\d+\.\d+, ",
@@ -187,6 +192,7 @@ NEEDS_COMPILER = {
     "grpo_sync",
     "model_store",
     "profile_training",
+    "replay_training",
     "skytorch_mnist",
     "skytorch_cluster",
 }
@@ -206,6 +212,7 @@ LONG = {
     "model_store",
     "parallel",
     "profile_training",
+    "replay_training",
     "sharding",
     "skytorch_cluster",
     "skytorch_mnist",

@@ -55,6 +55,7 @@ PUBLIC = [
     "device_stats",
     "loader",
     "profile",
+    "replay",
     # what a function sees on its node
     "instance_info",
     "is_head",
