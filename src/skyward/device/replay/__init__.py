@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import linecache
 import os
+import random
 import sys
 import threading
 import warnings
@@ -30,7 +32,7 @@ from skyward.device.replay.program import (
     numbers_for,
     plan,
 )
-from skyward.device.replay.surroundings import Place, Surroundings
+from skyward.device.replay.surroundings import SCALARS, Guards, Place, Surroundings, home, same
 from skyward.device.replay.tape import Name, Operation
 from skyward.errors import ConfigurationError
 
@@ -137,9 +139,9 @@ class Replay(Generic[P, T]):
 
 @functools.cache
 def _is_leaf(kind: type) -> bool:
-    import torch
+    from torch.utils import _pytree as pytree
 
-    return issubclass(kind, torch.Tensor | float | int | str | None)
+    return kind not in pytree.SUPPORTED_NODES and not issubclass(kind, tuple)
 
 
 class _Flat(dict[int, Any]):
@@ -162,11 +164,21 @@ def _kind_of(leaf: Any) -> Any:
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     if type(leaf) is float:
         return float
-    try:
-        hash(leaf)
-    except TypeError:
-        return id(leaf)
-    return type(leaf), leaf
+    # Other objects are what they are; what is in them is looked at in each call.
+    return (type(leaf), leaf) if isinstance(leaf, SCALARS) else _Same(leaf)
+
+
+class _Same:
+    """An object, which equals itself alone."""
+
+    def __init__(self, it: Any) -> None:
+        self._it = it
+
+    def __hash__(self) -> int:
+        return id(self._it)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._it is other._it
 
 
 def _mode() -> tuple[Any, ...]:
@@ -207,7 +219,7 @@ class _Kind:
         with _recording:
             _is_recording.now = True
             try:
-                recorder = _Recorder(self._function, self._varying)
+                recorder = _Recorder(self._function, self._varying, leaves)
                 changed = self._note_numbers(recorder.surroundings)
                 result, recording = recorder.record(leaves, tree)
             finally:
@@ -297,15 +309,23 @@ _lines = _Lines()
 class _Recorder:
     """Records one call of a function."""
 
-    def __init__(self, function: Callable[..., Any], varying: set[Place]) -> None:
-        self._function, self._varying = function, varying
+    def __init__(
+        self, function: Callable[..., Any], varying: set[Place], leaves: list[Any]
+    ) -> None:
+        self._function, self._varying, self.given = function, varying, leaves
         self.core = core()
-        self.surroundings = Surroundings.of(function)
+        self.surroundings = Surroundings.of(function, leaves)
         self.index = -1
         self._scope = Scope()
         self._values: dict[Leaf, float | int] = {}
-        self._sizes = [*map(len, self.surroundings.containers)]
-        self._grown = ""
+        self._items: list[Any] = []
+        """What `.item()` gave of the device, in order."""
+        self._looks_at_host = ""
+        self.steps: dict[int, int] = {}
+        """How often schedulers were stepped, by their numbers."""
+        self._is_stepping = False
+        self._stepped_at = -1
+        """How many operations there were then."""
 
     def record(self, leaves: list[Any], tree: Any) -> tuple[Any, Recording | None]:
         """What the function returns, and what it has done."""
@@ -313,11 +333,15 @@ class _Recorder:
 
         found = self.surroundings
         tensors = [*(each for each in leaves if _is_sky(each)), *found.tensors.values()]
-        indices = {each.device.index for each in tensors if _is_sky(each)}
-        given, arguments = self._plant_arguments(leaves)
+        indices = {each.device.index for each in tensors if _is_sky(each)} | found.devices
+        given = self._plant_arguments(leaves)
         args, kwargs = pytree.tree_unflatten(given, tree)
-        if len(indices) != 1:
-            return self._function(*args, **kwargs), None
+        recording = Recording(tape.Tape(), self._scope, self._values, list(leaves))
+        if found.problem or len(indices) != 1:
+            reached = found.problem or f"{len(indices)} devices"
+            recording.problem = Unfit(f"it reaches {reached}")
+            args, kwargs = pytree.tree_unflatten(leaves, tree)
+            return self._function(*args, **kwargs), recording
         self.index = indices.pop()
         others = {
             each: self.core.stats(each).operations
@@ -325,13 +349,10 @@ class _Recorder:
             if each != self.index
         }
         before = self._before()
-        places = {slot: path for path, slot in reversed(before.items())}
-        given_slots = {
-            self._slot(each): number for number, each in enumerate(leaves) if _is_sky(each)
-        }
-        hosts = {each.data_ptr(): number for number, each in enumerate(leaves) if _is_on_host(each)}
-        steps = [scheduler._step_count for scheduler in found.schedulers]
-        self._versions = {path: t._version for path, t in found.tensors.items() if _is_host(t)}
+        guards = found.guards(set())
+        self.gradients = {path: owner.grad for path, owner in found.owners.items()}
+        drawn = _random_states()
+        self._versions = {path: t._version for path, t in found.tensors.items() if _is_on_host(t)}
         self._told = {path: t.item() for path, t in found.tensors.items() if _is_host(t)}
         planted = self._plant()
         self.core.use_lines(_lines.now)
@@ -343,29 +364,51 @@ class _Recorder:
             content = self.core.stop_tape(self.index)
             ended = {place: place.get() for place in planted}
             self._uproot(planted)
-        recording = Recording(
-            tape.read(content, places, given_slots, hosts),
-            self._scope,
-            self._values,
-            arguments,
-        )
         try:
-            self._explain(recording, ended, before, steps, others)
+            slots = self._slots_of_arguments(leaves, before)
+            recording.tape = tape.read(
+                content,
+                {slot: path for path, slot in reversed(before.items())},
+                slots,
+                {each.data_ptr(): n for n, each in enumerate(leaves) if _is_on_host(each)},
+                {
+                    n: each.storage_offset() * each.itemsize
+                    for n, each in enumerate(leaves)
+                    if _is_sky(each)
+                },
+            )
+            if _random_states() != drawn:
+                raise Unfit("it draws random numbers on the host")
+            self._explain(recording, ended, guards, others)
             result = self._note_results(recording, result, leaves)
         except Unfit as problem:
             recording.problem = problem
             result = pytree.tree_map(plain, result)
         return result, recording
 
+    def _slots_of_arguments(self, leaves: list[Any], before: dict[str, int]) -> dict[int, int]:
+        """The numbers of arguments by their slots; raises Unfit if one is not alone there."""
+        slots: dict[int, int] = {}
+        reached = {slot: path for path, slot in before.items()}
+        for number, each in enumerate(leaves):
+            if not _is_sky(each):
+                continue
+            slot = self._slot(each)
+            if slot in slots or slot in reached:
+                other = reached.get(slot, f"argument {slots.get(slot)}")
+                raise Unfit(f"argument {number} shares its memory with {other}; clone one of them")
+            slots[slot] = number
+        return slots
+
     # Before.
 
-    def _plant_arguments(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _plant_arguments(self, leaves: list[Any]) -> list[Any]:
         """Arguments whose numbers remember how they are used."""
         given = list(leaves)
         for number, leaf in enumerate(leaves):
             if type(leaf) is float:
                 given[number] = self._leaf(("argument", number), leaf)
-        return given, list(leaves)
+        return given
 
     def _leaf(self, which: Leaf, value: Any) -> Any:
         self._values[which] = value
@@ -378,7 +421,8 @@ class _Recorder:
         for place, value in self.surroundings.numbers.items():
             if type(value) not in (int, float):
                 continue
-            if place in self._varying or id(place.container) in groups:
+            moves = home(place.container) in self.surroundings.moving
+            if place in self._varying or moves or id(place.container) in groups:
                 place.set(self._leaf(place, value))
                 planted.append(place)
         return planted
@@ -390,8 +434,10 @@ class _Recorder:
                 place.set(plain(place.get()))
         for scheduler in self.surroundings.schedulers:
             for key, value in vars(scheduler).items():
-                is_list = isinstance(value, list)
-                vars(scheduler)[key] = [*map(plain, value)] if is_list else plain(value)
+                if isinstance(value, list):
+                    value[:] = map(plain, value)
+                else:
+                    vars(scheduler)[key] = plain(value)
 
     def _slot(self, tensor: Any) -> int:
         slot = self.core.slot(self.index, tensor.untyped_storage().data_ptr())
@@ -407,7 +453,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Have numbers that are read from tensors on the host remember that."""
+        """Have numbers that are read from tensors remember that."""
         import torch
 
         known = {id(each): path for path, each in self.surroundings.tensors.items()}
@@ -415,31 +461,57 @@ class _Recorder:
 
         def item(self: Any) -> Any:
             value = torch._C.TensorBase.item(self)
+            if self.device.type == "sky":
+                recorder._items.append(recorder._leaf(("read", len(recorder._items)), value))
+                return recorder._items[-1]
             path = known.get(id(self))
-            if path not in recorder._versions:
+            if path not in recorder._told:
+                recorder._looks_at_host = "item"
                 return value
             is_later = self._version != recorder._versions[path]
             return recorder._leaf(("host", path, is_later), value)
 
+        def looking(name: str) -> Callable[..., Any]:
+            def look(self: Any, *arguments: Any, **options: Any) -> Any:
+                if self.device.type == "cpu":
+                    recorder._looks_at_host = name
+                return getattr(torch._C.TensorBase, name)(self, *arguments, **options)
+
+            return look
+
+        names = ("__bool__", "__int__", "__float__", "__index__", "tolist", "numpy")
         torch.Tensor.item = item  # type: ignore[method-assign]
+        for name in names:
+            setattr(torch.Tensor, name, looking(name))
         try:
             yield
         finally:
-            del torch.Tensor.item
+            for name in ("item", *names):
+                delattr(torch.Tensor, name)
 
     @contextlib.contextmanager
     def _scheduling(self, planted: list[Place]) -> Iterator[None]:
         """Have schedulers see plain numbers: a replay runs them as they are."""
 
-        def stepping(step: Callable[..., Any]) -> Callable[..., Any]:
+        def stepping(number: int, step: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
+                if self._is_stepping:
+                    return step(*args, **kwargs)
+                if args or kwargs:
+                    self._looks_at_host = "what it gives to a scheduler"
                 self._uproot(planted)
-                return step(*args, **kwargs)
+                self.steps[number] = self.steps.get(number, 0) + 1
+                self._stepped_at = self.core.stats(self.index).operations
+                self._is_stepping = True
+                try:
+                    return step(*args, **kwargs)
+                finally:
+                    self._is_stepping = False
 
             return run
 
-        for each in self.surroundings.schedulers:
-            each.step = stepping(each.step)
+        for number, each in enumerate(self.surroundings.schedulers):
+            each.step = stepping(number, each.step)
         try:
             yield
         finally:
@@ -452,8 +524,7 @@ class _Recorder:
         self,
         recording: Recording,
         ended: dict[Place, Any],
-        before: dict[str, int],
-        steps: list[int],
+        guards: Guards,
         others: dict[int, int],
     ) -> None:
         """Find what has changed besides the device's memory; raises Unfit where it is not known."""
@@ -463,65 +534,89 @@ class _Recorder:
         for index, operations in others.items():
             if self.core.stats(index).operations != operations:
                 raise Unfit(f"it uses sky:{index} besides sky:{self.index}")
-        found, now = self.surroundings, Surroundings.of(self._function)
-        if not now.is_whole:
-            raise Unfit("it reaches too many objects; give it what it needs as arguments")
-        counts = [scheduler._step_count for scheduler in found.schedulers]
-        recording.schedulers = sum(a != b for a, b in zip(steps, counts, strict=True))
-        self.stepped = [
-            each for each, a, b in zip(found.schedulers, steps, counts, strict=True) if a != b
-        ]
-        rates = {id(group) for each in self.stepped for group in each.optimizer.param_groups}
-        for place, value in now.numbers.items():
-            former = found.numbers.get(place, value)
-            if former == value and type(former) is type(value):
-                continue
-            if id(place.container) in rates and place.key in ("lr", "momentum", "betas"):
-                self._varying.add(place)
-                continue
-            last = ended.get(place)
-            if last is not None and last is not plain(last) and last.scope is self._scope:
-                recording.updates[place] = last.index
-            elif place in ended or type(value) not in (int, float):
-                raise Unfit(f"it changes {place.path} from {former!r} to {value!r}")
+        if self._looks_at_host:
+            raise Unfit(
+                f"it looks at a tensor on the host ({self._looks_at_host}); do so outside, and "
+                "give what comes of it as an argument"
+            )
+        recording.schedulers = tuple(sorted(self.steps.items()))
+        if self.steps and self._stepped_at != self.core.stats(self.index).operations:
+            raise Unfit("it steps a scheduler before other operations; do so at the end")
+        found, now = self.surroundings, Surroundings.of(self._function, self.given)
+        if now.problem:
+            raise Unfit(f"it reaches {now.problem}")
+        stepped = [found.schedulers[number] for number in self.steps]
+        rates = {id(group) for each in stepped for group in each.optimizer.param_groups}
+        for container, key, path in guards.differences():
+            place = Place(container, key, path)
+            numbers = [
+                each
+                for each in now.numbers
+                if each == place or (each.container is container and each.key == key)
+            ]
+            if id(container) in rates:
+                self._varying.update(numbers)
+            elif key is None or not numbers:
+                raise Unfit(
+                    f"it changes {path or 'a variable'}, which a replay would not: give what "
+                    "changes as an argument, and return what comes of it"
+                )
             else:
-                # The next recording follows it.
-                self._varying.add(place)
-        self._note_containers(found, now)
+                self._note_number(recording, numbers[0], ended, path)
         self._note_hosts(recording, now)
-        self._note_replaced(recording, now, before)
+        self._note_replaced(recording, now)
         self.surroundings = now
 
-    def _note_containers(self, found: Surroundings, now: Surroundings) -> None:
-        sizes = dict(zip(map(id, found.containers), self._sizes, strict=True))
-        for each in now.containers:
-            if len(each) != sizes.get(id(each), len(each)):
-                kind = type(each).__name__
-                self._grown = f"it changes the length of a {kind} that it reaches from outside"
+    def _note_number(
+        self, recording: Recording, place: Place, ended: dict[Place, Any], path: str
+    ) -> None:
+        """A number that is another one now."""
+        last = ended.get(place)
+        if last is not None and last is not plain(last) and last.scope is self._scope:
+            recording.updates[place] = last.index
+        elif place in ended or type(place.get()) not in (int, float):
+            raise Unfit(f"it sets {path} to {place.get()!r}, and replay does not know why")
+        else:
+            # The next recording follows it.
+            self._varying.add(place)
 
     def _note_hosts(self, recording: Recording, now: Surroundings) -> None:
-        for path, value in self._told.items():
+        for path, version in self._versions.items():
             tensor = now.tensors.get(path)
-            if tensor is None or tensor._version == self._versions[path]:
+            if tensor is None or tensor._version == version:
                 continue
-            recording.hosts[path] = tensor.item() - value
+            change = tensor.item() - self._told[path] if path in self._told else 0
+            if change != 1 or tensor._version != version + 1:
+                raise Unfit(f"it changes {path}, a tensor on the host, and not by counting on")
+            recording.hosts[path] = change
             for later in (False, True):
                 which = ("host", path, later)
-                expected = tensor.item() if later else value
+                expected = tensor.item() if later else self._told[path]
                 if self._values.get(which, expected) != expected:
                     raise Unfit(f"it reads {path} between two changes")
 
-    def _note_replaced(
-        self, recording: Recording, now: Surroundings, before: dict[str, int]
-    ) -> None:
-        """Paths that have another tensor, or one at all."""
+    def _note_replaced(self, recording: Recording, now: Surroundings) -> None:
+        """Gradients that are other tensors now."""
         noted = recording.tape
         names = {slot: name for name, slot in noted.slots.items() if name in noted.living}
-        for path, tensor in now.tensors.items():
-            if not _is_sky(tensor) or self._slot(tensor) not in names:
+        for path, owner in now.owners.items():
+            former = self.gradients.get(path)
+            if owner.grad is former:
                 continue
-            former: Name | None = ("place", path) if path in before else None
-            recording.replaced[path] = former, _view(tensor, names[self._slot(tensor)])
+            if owner.grad is None or not _is_sky(owner.grad):
+                raise Unfit(
+                    f"it sets {path} to None, which was there before: begin with zero_grad(), or "
+                    "have it keep the gradients (set_to_none=False)"
+                )
+            if self._slot(owner.grad) not in names:
+                raise Unfit(f"{path} becomes a tensor that was there before")
+            view = _view(owner.grad, names[self._slot(owner.grad)])
+            recording.replaced[path] = (None if former is None else ("place", path)), view
+        for number, leaf in enumerate(self.given):
+            if _is_sky(leaf) and leaf.is_leaf and leaf.requires_grad:
+                raise Unfit(
+                    f"argument {number} requires gradients; make it a variable of the function's"
+                )
 
     def _note_results(self, recording: Recording, result: Any, leaves: list[Any]) -> Any:
         """Find what comes back; returns it with plain numbers."""
@@ -533,7 +628,10 @@ class _Recorder:
         names |= {slot: name for name, slot in noted.slots.items() if name in noted.living}
         same = {id(each): path for path, each in self.surroundings.tensors.items()}
         kept = {view.storage for _, view in recording.replaced.values()}
-        unread = list(range(len(noted.reads)))
+        unread = set(range(len(noted.reads)))
+        addresses = {read.address: at for at, read in enumerate(noted.reads)}
+        on_host = {leaf.data_ptr() for leaf in flat if _is_on_host(leaf)}
+        items = [at for at, read in enumerate(noted.reads) if read.address not in on_host]
         for leaf in flat:
             found = next((at for at, given in enumerate(leaves) if given is leaf), None)
             if found is not None and not isinstance(leaf, float):
@@ -551,11 +649,22 @@ class _Recorder:
                 if name[0] == "slot":
                     raise Unfit("it returns a tensor that replay cannot find where it comes from")
                 kept.add(name)
-                recording.results.append(Result("view", _view(leaf, name)))
-            elif (at := _read_as(leaf, noted.reads, unread)) is not None:
-                unread.remove(at)
-                is_tensor = hasattr(leaf, "untyped_storage")
-                recording.results.append(Result("read", (at, is_tensor)))
+                view = _view(leaf, name)
+                if name[0] == "argument":
+                    # Told from where the argument begins.
+                    begin = leaves[int(name[1])].storage_offset()
+                    view = dataclasses.replace(view, offset=view.offset - begin)
+                recording.results.append(Result("view", view))
+            elif _is_on_host(leaf) and leaf.data_ptr() in addresses:
+                at = addresses[leaf.data_ptr()]
+                if (tuple(leaf.shape), leaf.stride()) != noted.reads[at][3:5]:
+                    raise Unfit("it returns a part of what it has copied from the device")
+                unread.discard(at)
+                recording.results.append(Result("read", (at, True)))
+            elif any(leaf is each for each in self._items):
+                at = items[next(n for n, each in enumerate(self._items) if each is leaf)]
+                unread.discard(at)
+                recording.results.append(Result("read", (at, False)))
             elif getattr(leaf, "scope", None) is self._scope:
                 recording.results.append(Result("number", leaf.index))
             elif _is_on_host(leaf):
@@ -564,8 +673,8 @@ class _Recorder:
                 )
             else:
                 recording.results.append(Result("constant", leaf))
-        if unread:
-            read = noted.reads[unread[0]]
+        if unread or len(items) != len(self._items):
+            read = noted.reads[min(unread, default=0)]
             raise Unfit(
                 "it reads a value of the device and does not return it; return the tensor, and "
                 "read the value outside",
@@ -593,8 +702,6 @@ class _Recorder:
                     "torch.no_grad())",
                     step.line,
                 )
-        if self._grown:
-            raise Unfit(self._grown + ", which replay would not; return what is added")
 
 
 @dataclass(frozen=True)
@@ -687,24 +794,35 @@ def _has_graph(tensor: Any) -> bool:
     return tensor.grad_fn is not None
 
 
-def _read_as(leaf: Any, reads: list[tape.Read], unread: list[int]) -> int | None:
-    """Which of the values that were read it is."""
+@functools.cache
+def _references() -> int:
+    """How often a gradient that nobody keeps is referred to where that is asked."""
     import torch
 
-    for at in unread:
-        dtype = getattr(torch, DTYPES[reads[at].dtype])
-        if not reads[at].content:
-            continue
-        value = torch.frombuffer(bytearray(reads[at].content), dtype=dtype)
-        if _is_on_host(leaf):
-            fits = leaf.dtype == dtype and leaf.numel() == value.numel()
-            if fits and torch.equal(leaf.detach().reshape(-1), value):
-                return at
-        elif isinstance(leaf, int | float) and value.numel() == 1:
-            read = value.item()
-            if read == leaf and type(read) is type(leaf):
-                return at
-    return None
+    owner = torch.zeros(1, requires_grad=True)
+    owner.grad = torch.zeros(1)
+    kept = [(owner.grad, 0)]
+    return max(sys.getrefcount(each) for each, _ in kept)
+
+
+def _described(tensor: Any) -> tuple[Any, ...]:
+    """What a program takes for granted of a tensor of the device, besides its contents."""
+    return (
+        tensor.data_ptr(),
+        tensor.requires_grad,
+        tensor.shape,
+        tensor.stride(),
+        tensor._backward_hooks is None or not tensor._backward_hooks,
+    )
+
+
+def _random_states() -> tuple[Any, ...]:
+    """The states of what draws random numbers on the host."""
+    import torch
+
+    numpy = sys.modules.get("numpy")
+    drawn = numpy.random.get_state() if numpy is not None else ()
+    return random.getstate(), str(drawn), torch.get_rng_state().numpy().tobytes()
 
 
 class _Ready:
@@ -722,7 +840,9 @@ class _Ready:
         sample = plan.sample
         found = recorder.surroundings
         self._sample, self._tensors = sample, dict(found.tensors)
-        self._schedulers = recorder.stepped
+        self._schedulers = [
+            found.schedulers[number] for number, count in sample.schedulers for _ in range(count)
+        ]
         self._hosts = {
             path: _OnHost(found.tensors[path], change) for path, change in sample.hosts.items()
         }
@@ -754,7 +874,8 @@ class _Ready:
         self._reals = [at for at, letter in enumerate(self._letters) if letter != "i"]
         self._updates = [*sample.updates]
         # What has changed once may change again, where it is known what follows from it.
-        free = {leaf for leaf in plan.loose if isinstance(leaf, Place)} | {*sample.updates}
+        moving = {each for each in found.numbers if home(each.container) in found.moving}
+        free = {leaf for leaf in plan.loose if isinstance(leaf, Place)} | {*sample.updates} | moving
         self._guards = found.guards(free)
         self._constant = [
             (self._finder(recorder, leaf), value)
@@ -762,9 +883,13 @@ class _Ready:
             if leaf not in plan.loose and not isinstance(leaf, Place)
         ]
         self._device_tensors = [each for each in found.tensors.values() if _is_sky(each)]
-        self._pointers = [each.data_ptr() for each in self._device_tensors]
+        self._described = [*map(_described, self._device_tensors)]
         self._owners = [*found.owners.items()]
-        self._gradients = [found.tensors.get(path) for path, _ in self._owners]
+        # As the function begins: one that it makes anew then is not there.
+        self._gradients = [
+            None if recorder.gradients.get(path) is None else owner.grad
+            for path, owner in self._owners
+        ]
         changed = {id(found.tensors[path]) for path in self._hosts}
         self._host_tensors = [
             each for each in found.tensors.values() if _is_on_host(each) and id(each) not in changed
@@ -788,6 +913,8 @@ class _Ready:
             if path not in found.owners:
                 raise Unfit(f"{path} becomes another tensor in each call")
             self._setters.append((found.owners[path], at))
+        self._on_device = [at for at, each in enumerate(recorder.given) if _is_sky(each)]
+        self._reached = {each.untyped_storage()._cdata for each in self._device_tensors}
         self._device = torch.device("sky", self._index)
         # Which of the tensors that the program gives each view is, if it is one of them.
         given = iter(range(len(self.program.views)))
@@ -798,6 +925,13 @@ class _Ready:
             for each in self.program.views
         ]
         self._results = list(self._getters())
+        self._kinds = [type(sample.leaves[leaf]) for leaf in leaves]
+        carried = [self._tensors[path] for path in self.program.carried.values()]
+        own = (self._tensors.values(), self._device_tensors, self._gradients, self._written)
+        self._carried = [
+            (each, _references() + sum(one is each for some in own for one in some))
+            for each in carried
+        ]
         self._is_single = sample.tree == pytree.tree_structure(0)
 
     def _finder(self, recorder: _Recorder, leaf: Leaf) -> Callable[[list[Any]], Any]:
@@ -818,12 +952,20 @@ class _Ready:
         return (
             self._core.openings[self._index] == self._opening
             and self._guards.hold()
-            and [each.data_ptr() for each in self._device_tensors] == self._pointers
+            and [*map(_described, self._device_tensors)] == self._described
             and all(a.grad is b for (_, a), b in zip(self._owners, self._gradients, strict=True))
             and [each._version for each in self._host_tensors] == self._host_versions
             and all(leaves[number].data_ptr() == at for number, at in self._fixed)
-            and all(find(leaves) == value for find, value in self._constant)
+            and all(same(find(leaves), value) for find, value in self._constant)
+            and self._are_apart(leaves)
+            # A gradient that the user keeps must not change.
+            and all(sys.getrefcount(each) <= count for each, count in self._carried)
         )
+
+    def _are_apart(self, leaves: list[Any]) -> bool:
+        """Whether no argument shares its memory with another, or with what is reached."""
+        storages = [leaves[at].untyped_storage()._cdata for at in self._on_device]
+        return len({*storages}) == len(storages) and self._reached.isdisjoint(storages)
 
     def run(self, leaves: list[Any]) -> tuple[bool, Any]:
         """Have it done if all is as it was; whether it was, and what came of it."""
@@ -832,7 +974,13 @@ class _Ready:
 
         if not self._fits(leaves):
             return False, None
-        numbers = self._compute(*(find(leaves) for find in self._find))
+        given = [find(leaves) for find in self._find]
+        if [*map(type, given)] != self._kinds:
+            return False, None
+        try:
+            numbers = self._compute(*given)
+        except ArithmeticError:
+            numbers = None  # the function raises it where it does
         if numbers is None:
             return False, None
         inputs = [leaves[number] for number in self.program.inputs]
@@ -902,4 +1050,5 @@ class _Ready:
             base = inputs[self.program.uploaded[view.storage]]
         else:
             base = self._tensors[str(which)] if kind == "place" else leaves[int(which)]
-        return base.detach().as_strided(view.sizes, view.strides, view.offset)
+        begin = base.storage_offset() if kind == "argument" else 0
+        return base.detach().as_strided(view.sizes, view.strides, begin + view.offset)

@@ -25,6 +25,11 @@ ARITHMETIC = {
     "floordiv": "//",
     "mod": "%",
     "pow": "**",
+    "lshift": "<<",
+    "rshift": ">>",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
 }
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 SIGNS = ("neg", "pos", "abs")
@@ -62,6 +67,10 @@ class Scope:
         """A number that was computed from others."""
         return self._note((name, *map(_operand, operands)), value)
 
+    def pin(self, number: Any) -> None:
+        """The number has gone where it cannot be followed: it has to be the same each time."""
+        self.conditions.append((("eq", *map(_operand, (number, plain(number)))), True))
+
     def decide(self, name: str, value: bool, *operands: Any) -> bool:
         """Something that was asked of numbers."""
         self.conditions.append(((name, *map(_operand, operands)), value))
@@ -86,13 +95,35 @@ class _Traced:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(plain(self)), (plain(self),)
 
+    def __int__(self) -> int:
+        # Python wants a plain number here.
+        found = int(plain(self))
+        self.scope.decide("eq", True, self.scope.compute("int", found, self), found)
+        return found
+
+    __trunc__ = __int__
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
 
 class _TracedFloat(_Traced, float):
-    __hash__ = float.__hash__
+    """A number with a fraction."""
 
 
 class _TracedInt(_Traced, int):
-    __hash__ = int.__hash__
+    """A whole number."""
+
+
+PINNED = (
+    *("__hash__", "__str__", "__repr__", "__format__", "__float__", "__index__", "__floor__"),
+    *("__ceil__", "__complex__", "__invert__", "is_integer", "as_integer_ratio", "hex"),
+    *("bit_length", "bit_count", "to_bytes", "conjugate"),
+)
+"""What gives something of a number that is not followed."""
 
 
 _KINDS: dict[type, Any] = {float: _TracedFloat, int: _TracedInt}
@@ -122,10 +153,29 @@ def _unary(name: str, function: Callable[[Any], Any]) -> Any:
     return lambda self: self.scope.compute(name, function(plain(self)), self)
 
 
+def _rounded(self: Any, digits: int | None = None) -> Any:
+    operands = () if digits is None else (digits,)
+    return self.scope.compute("round", round(plain(self), *operands), self, *operands)
+
+
+def _pinned(function: Callable[..., Any]) -> Any:
+    def method(self: _Traced, *arguments: Any) -> Any:
+        self.scope.pin(self)
+        return function(plain(self), *arguments)
+
+    return method
+
+
 def _define() -> None:
-    for kind in (_TracedFloat, _TracedInt):
+    for kind, base in ((_TracedFloat, float), (_TracedInt, int)):
+        setattr(kind, "__round__", _rounded)  # noqa: B010
+        for name in PINNED:
+            if callable(function := getattr(base, name, None)):
+                setattr(kind, name, _pinned(function))
         for name in ARITHMETIC:
-            function = getattr(operator, name)
+            if not hasattr(base, f"__{name}__"):
+                continue
+            function = getattr(operator, name, None) or getattr(operator, name + "_")
             setattr(kind, f"__{name}__", _binary(name, function, decides=False))
             setattr(kind, f"__r{name}__", _reflected(name, function))
         for name in COMPARISONS:
@@ -197,10 +247,21 @@ def compiled(
         lines.append(f"    if ({written(formula)}) != {outcome}: return None")
     lines.append(f"    return [{', '.join(f'v{index}' for index in wanted)}]")
     given = ", ".join([*places.values(), *(f"c{at}=c{at}" for at in range(len(constants)))])
-    space: dict[str, Any] = {"math": math, "neg": operator.neg, "pos": operator.pos, "abs": abs}
+    space: dict[str, Any] = {"math": math, "neg": operator.neg, "pos": operator.pos}
     space |= {f"c{at}": value for at, value in enumerate(constants)}
     exec("\n".join([f"def numbers({given}):", *lines]), space)
     found: Callable[..., list[Any] | None] = space["numbers"]
+    return found
+
+
+def dependent(formulas: Sequence[Formula], leaves: set[Leaf]) -> list[bool]:
+    """Which numbers depend on some of these leaves."""
+    found: list[bool] = []
+    for formula in formulas:
+        is_leaf = formula[0] == "leaf"
+        found.append(
+            formula[1] in leaves if is_leaf else any(found[at] for at in _indices(formula))
+        )
     return found
 
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyward.device.library import Core
-from skyward.device.replay.numbers import Leaf, Scope, compiled, leaves_of
+from skyward.device.replay.numbers import (
+    Formula,
+    Leaf,
+    Scope,
+    compiled,
+    dependent,
+    leaves_of,
+)
 from skyward.device.replay.surroundings import Place
 from skyward.device.replay.tape import GIVE, Made, Name, Number, Operation, Settings, Tape, Uploaded
 
@@ -78,8 +85,8 @@ class Recording:
     """By how much tensors on the host have changed."""
     replaced: dict[str, tuple[Name | None, View]] = field(default_factory=dict)
     """Paths that have another tensor now: the storage that was there, and what is."""
-    schedulers: int = 0
-    """How many have gone a step on."""
+    schedulers: tuple[tuple[int, int], ...] = ()
+    """Which have gone on, and how many steps."""
     problem: Unfit | None = None
 
     def difference(self, other: Recording) -> Unfit | None:
@@ -129,6 +136,8 @@ class Plan:
     """The last of them."""
     varying: list[tuple[int, Number, int]]
     """Numbers that vary: the operation's index, the number, and which of the scope's it is."""
+    conditions: list[tuple[Formula, bool]]
+    """What has to be true of numbers."""
     loose: set[Leaf]
     """What has had several values, and may have others."""
     inputs: list[int]
@@ -141,6 +150,7 @@ def plan(samples: Sequence[Recording]) -> Plan:
     for each in samples:
         if each.problem is not None:
             raise each.problem
+    _check_reads(last)
     known: dict[tuple[float | int, ...], list[int]] = {}
     scopes = [each.scope.values for each in samples]
     for at, values in enumerate(zip(*scopes, strict=True)):
@@ -169,11 +179,45 @@ def plan(samples: Sequence[Recording]) -> Plan:
             told = _told((mine.value, *(each.value for each in others)))
             raise Unfit(f"it returns {told}, and replay does not know what these come from")
     loose = {leaf for leaf in last.leaves if len({each.leaves.get(leaf) for each in samples}) > 1}
-    if missing := leaves_of(last.scope.formulas, [index for _, _, index in varying]) - {
-        *last.leaves
-    }:
-        raise Unfit(f"it needs {missing}")
-    return Plan(last, varying, loose, _inputs(samples))
+    conditions = [*last.scope.conditions]
+    for values, rows in known.items():
+        # What comes from other numbers and was equal by chance may differ later.
+        conditions += [
+            (("eq", ("at", rows[0]), ("at", row)), True)
+            for row in rows[1:]
+            if taken.get(values) is not None
+        ]
+    # What is computed from numbers that vary, and did not, may be in the program as it was.
+    for at, is_loose in enumerate(dependent(last.scope.formulas, loose)):
+        if is_loose and len({values[at] for values in scopes}) == 1:
+            conditions.append((("eq", ("at", at), ("is", scopes[-1][at])), True))
+    # A number that is given and leads nowhere may have gone where nobody follows it.
+    followed = leaves_of(
+        last.scope.formulas,
+        [
+            *(index for _, _, index in varying),
+            *(operand for each, _ in conditions for kind, operand in each[1:] if kind == "at"),
+            *(each.value for each in last.results if each.kind == "number"),
+        ],
+    )
+    loose -= {leaf for leaf in loose - followed if not isinstance(leaf, Place)}
+    loose |= {leaf for leaf in last.leaves if isinstance(leaf, tuple) and leaf[0] == "read"}
+    return Plan(last, varying, conditions, loose, _inputs(samples))
+
+
+def _check_reads(recording: Recording) -> None:
+    """What is read of the device is known only after the program has run."""
+    scope = recording.scope
+    reads: set[Leaf] = {
+        leaf for leaf in recording.leaves if isinstance(leaf, tuple) and leaf[0] == "read"
+    }
+    depend = dependent(scope.formulas, reads)
+    asked = {at for each, _ in scope.conditions for kind, at in each[1:] if kind == "at"}
+    computed = {at for at, is_one in enumerate(depend) if is_one}
+    leaves = {at for at in computed if scope.formulas[at][0] == "leaf"}
+    if computed != leaves or asked & leaves:
+        line = recording.tape.reads[0].line if recording.tape.reads else 0
+        raise Unfit("it computes with a value that it has read; return the value alone", line)
 
 
 def _as_element(
@@ -437,8 +481,8 @@ def _extent(tensor: Any) -> int:
 
 def numbers_for(plan: Plan, more: Sequence[int]) -> tuple[list[Leaf], Any]:
     """The leaves that a program's numbers need, and what computes them, and `more` of the scope."""
-    scope = plan.sample.scope
+    formulas = plan.sample.scope.formulas
     wanted = [index for _, _, index in plan.varying] + list(more)
-    asked = [operand for each, _ in scope.conditions for kind, operand in each[1:] if kind == "at"]
-    leaves = sorted(leaves_of(scope.formulas, [*wanted, *asked]), key=repr)
-    return leaves, compiled(scope.formulas, leaves, wanted, scope.conditions)
+    asked = [operand for each, _ in plan.conditions for kind, operand in each[1:] if kind == "at"]
+    leaves = sorted(leaves_of(formulas, [*wanted, *asked]), key=repr)
+    return leaves, compiled(formulas, leaves, wanted, plan.conditions)

@@ -1,21 +1,25 @@
 """What a function reaches besides its arguments: models, optimisers, numbers it keeps.
 
-A replay does not run Python. So whatever it reaches has to be as it was when it was recorded, or to
-change in a way that is known.
+A replay does not run Python. So whatever the function reaches has to be as it was when it was
+recorded, or to change in a way that is known.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
+import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import is_, itemgetter
 from typing import Any
 
 NODES_MOST = 300_000
 """A function that reaches more objects is not followed further."""
+ARRAY_MOST = 64 << 10
+"""Arrays on the host of more bytes are not compared in each call."""
 SCALARS = (int, float, bool, str, bytes, type(None))
 OPAQUE = frozenset({"torch", "numpy", "skyward", "builtins", "threading", "logging", "_thread"})
 """Objects of these libraries are not looked into, but for those of torch that have a state."""
@@ -40,12 +44,12 @@ class Place:
         self.container[self.key] = value
 
     def __hash__(self) -> int:
-        return hash((_home(self.container), self.path))
+        return hash((home(self.container), self.path))
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Place)
-            and _home(self.container) == _home(other.container)
+            and home(self.container) == home(other.container)
             and self.path == other.path
         )
 
@@ -63,63 +67,92 @@ class Surroundings:
     schedulers: list[Any] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)
     """The groups of parameters of optimisers."""
-    containers: list[Any] = field(default_factory=list)
-    is_whole: bool = True
+    devices: set[int] = field(default_factory=set)
+    """The indices of devices that are named."""
+    containers: dict[object, tuple[Any, str]] = field(default_factory=dict)
+    """What has items, with its path, by what it is."""
+    moving: set[object] = field(default_factory=set)
+    """Those that schedulers change as they like."""
+    problem: str = ""
+    """What is reached and cannot be followed."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any]) -> Surroundings:
-        """Look at what a function reaches."""
+    def of(cls, function: Callable[..., Any], arguments: Iterable[Any]) -> Surroundings:
+        """Look at what a function reaches, and its arguments."""
         found = cls()
         walk = _Walk(found)
-        walk.all(function)
+        walk.all(function, arguments)
         return found
 
     def guards(self, loose: set[Place]) -> Guards:
         """What has to be as it is now; but for some numbers."""
         free: dict[object, set[Any]] = {}
         for place in loose:
-            free.setdefault(_home(place.container), set()).add(place.key)
-        return Guards(self.containers, free)
+            free.setdefault(home(place.container), set()).add(place.key)
+        kept = [each for home, each in self.containers.items() if home not in self.moving]
+        return Guards(kept, free)
 
 
 class Guards:
-    """Whether containers are as they were: with the same numbers, and the very same objects."""
+    """Whether containers are as they were: the very same objects, or numbers that are equal."""
 
-    def __init__(self, containers: list[Any], free: dict[object, set[Any]]) -> None:
-        self._sized = containers
-        self._sizes = [*map(len, containers)]
-        self._numbers: list[_Kept] = []
-        self._objects: list[_Kept] = []
-        for each in containers:
-            pairs = each.items() if isinstance(each, dict) else enumerate(each)
-            numbers: list[Any] = []
-            objects: list[Any] = []
-            for key, value in pairs:
-                if key not in free.get(_home(each), ()):
-                    (numbers if isinstance(value, SCALARS) else objects).append(key)
-            for keys, kept in ((numbers, self._numbers), (objects, self._objects)):
-                if keys:
-                    # Of more than one key, `itemgetter` gives a tuple.
-                    get = itemgetter(*keys, keys[0])
-                    kept.append((each, get, get(each)))
+    def __init__(self, containers: list[tuple[Any, str]], free: dict[object, set[Any]]) -> None:
+        self._sized = [each for each, _ in containers]
+        self._sizes = [*map(len, self._sized)]
+        self._paths = [path for _, path in containers]
+        self._kept: list[tuple[Any, list[Any], list[Any]]] = []
+        for each in self._sized:
+            keys = list(each) if isinstance(each, dict) else range(len(each))
+            loose = free.get(home(each), ())
+            wanted = [key for key in keys if key not in loose]
+            self._kept.append((each, wanted, [each[key] for key in wanted]))
+        # Of more than one key, `itemgetter` gives a tuple.
+        self._quick = [
+            (each, itemgetter(*keys, keys[0]), [*before, before[0]])
+            for each, keys, before in self._kept
+            if keys
+        ]
 
     def hold(self) -> bool:
         """Whether all is as it was."""
         if [*map(len, self._sized)] != self._sizes:
             return False
         try:
-            for container, get, before in self._numbers:
-                if get(container) != before:
-                    return False
-            for container, get, before in self._objects:
-                if not all(map(is_, get(container), before)):
+            for container, get, before in self._quick:
+                now = get(container)
+                if not all(map(is_, now, before)) and not all(map(same, now, before)):
                     return False
         except (KeyError, IndexError):
             return False
         return True
 
+    def differences(self) -> Iterator[tuple[Any, Any, str]]:
+        """The containers and keys that are another object now, and where that is."""
+        for size, path, (container, keys, before) in zip(
+            self._sizes, self._paths, self._kept, strict=True
+        ):
+            if len(container) != size:
+                yield container, None, path
+                continue
+            for key, former in zip(keys, before, strict=True):
+                try:
+                    now = container[key]
+                except (KeyError, IndexError):
+                    yield container, None, path
+                    continue
+                if not same(now, former):
+                    yield container, key, f"{path}[{key!r}]"
 
-_Kept = tuple[Any, Callable[[Any], Any], Any]
+
+def same(now: Any, before: Any) -> bool:
+    """Whether it is the same object, or a number, truth or text that cannot be told from it."""
+    if now is before:
+        return True
+    if type(now) is not type(before) or not isinstance(now, SCALARS):
+        return False
+    if isinstance(now, float):
+        return now == before and math.copysign(1, now) == math.copysign(1, before)
+    return bool(now == before)
 
 
 class _Walk:
@@ -129,28 +162,32 @@ class _Walk:
         import torch
 
         self._found, self._torch = found, torch
-        self._seen: set[int] = set()
+        self._seen: dict[object, Any] = {}
+        """With the objects: else another one could come to have the number of one that is gone."""
         self._stateful = (
             torch.nn.Module,
             torch.optim.Optimizer,
             torch.optim.lr_scheduler.LRScheduler,
+            torch.optim.lr_scheduler.ReduceLROnPlateau,
             torch.amp.GradScaler,
         )
-        self._todo: list[tuple[Any, str]] = []
+        self._todo: collections.deque[tuple[Any, str]] = collections.deque()
 
-    def all(self, function: Any) -> None:
+    def all(self, function: Any, arguments: Iterable[Any]) -> None:
         """Follow everything."""
         self._todo.append((function, ""))
-        while self._todo:
+        for number, argument in enumerate(arguments):
+            if not isinstance(argument, self._torch.Tensor):
+                self._todo.append((argument, f"argument {number}"))
+        while self._todo and not self._found.problem:
             if len(self._seen) > NODES_MOST:
-                self._found.is_whole = False
-                return
-            self._look(*self._todo.pop())
+                self._found.problem = "too many objects"
+            self._look(*self._todo.popleft())
 
     def _look(self, value: Any, path: str) -> None:
         if isinstance(value, SCALARS) or id(value) in self._seen:
             return
-        self._seen.add(id(value))
+        self._seen[id(value)] = value
         if isinstance(value, self._torch.Tensor):
             self._tensor(value, path)
         elif isinstance(value, types.FunctionType):
@@ -158,90 +195,185 @@ class _Walk:
         elif isinstance(value, types.MethodType):
             self._todo += [(value.__self__, path), (value.__func__, path)]
         elif isinstance(value, functools.partial):
-            self._todo += [(value.func, path), *self._items(value.args, path)]
-            self._todo += self._items(value.keywords, path)
+            self._contain(_Items(value, lambda: [value.func, *value.args]), path)
+            self._contain(value.keywords, path)
         elif isinstance(value, dict | list):
-            self._container(value, path)
-        elif isinstance(value, tuple | set | frozenset):
-            self._todo += self._items(value, path)
+            self._contain(value, path)
+        elif isinstance(value, tuple):
+            for number, each in enumerate(value):
+                self._todo.append((each, f"{path}[{number}]"))
+        elif isinstance(value, set | frozenset | collections.deque):
+            self._contain(_Items(value, lambda: [*value]), path)
         elif isinstance(value, types.CellType):
             self._todo.append((value.cell_contents, path))
+        elif isinstance(value, self._torch.device):
+            if value.type == "sky" and value.index is not None:
+                self._found.devices.add(value.index)
+        elif isinstance(value, types.ModuleType | type):
+            pass  # `_function` has what it names of these
+        elif type(value).__name__ == "ndarray" and type(value).__module__ == "numpy":
+            self._array(value, path)
+        elif isinstance(value, Iterator):
+            self._found.problem = f"{path}, an iterator: take from it outside, and give what it has"
         else:
             self._object(value, path)
 
+    def _array(self, array: Any, path: str) -> None:
+        if array.nbytes > ARRAY_MOST or array.dtype.hasobject:
+            self._found.problem = (
+                f"{path}, an array of NumPy of {array.nbytes} bytes: give it as a tensor"
+            )
+        else:
+            self._contain(_Items(array, lambda: [array.tobytes()]), path)
+
     def _tensor(self, tensor: Any, path: str) -> None:
+        while path in self._found.tensors:
+            path += "'"
         self._found.tensors[path] = tensor
         if tensor.is_leaf and tensor.requires_grad:
             self._found.owners[f"{path}.grad"] = tensor
             if tensor.grad is not None:
                 self._found.tensors[f"{path}.grad"] = tensor.grad
+        if vars(tensor):
+            self._contain(vars(tensor), path)
 
     def _function(self, function: types.FunctionType, path: str) -> None:
         names = function.__code__.co_freevars
         for name, cell in zip(names, function.__closure__ or (), strict=True):
             try:
-                content = cell.cell_contents
+                cell.cell_contents  # noqa: B018
             except ValueError:
                 continue  # not bound yet
             read = functools.partial(getattr, cell, "cell_contents")
             write = functools.partial(setattr, cell, "cell_contents")
-            self._variable(_Variable(id(cell), read, write), content, name)
+            self._contain(_Variable(id(cell), read, write), name)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._todo.append((value, path))
-        if not _is_of_library(function.__module__):
-            for name in _names_in(function.__code__):
-                if name in function.__globals__:
-                    value = function.__globals__[name]
-                    read = functools.partial(function.__globals__.__getitem__, name)
-                    write = functools.partial(function.__globals__.__setitem__, name)
-                    home = id(function.__globals__), name
-                    self._variable(_Variable(home, read, write), value, name)
+        if is_of_library(function.__module__):
+            return
+        self._contain(_Items(function, functools.partial(_own, function)), path)
+        names = tuple(_names_in(function.__code__))
+        for name in names:
+            if name in function.__globals__:
+                self._variable(function.__globals__, name, name)
+                # What it names of a module or a class of the user's.
+                owner = function.__globals__[name]
+                module = owner.__name__ if isinstance(owner, types.ModuleType) else None
+                if isinstance(owner, type):
+                    self._class(owner, name)
+                elif module is not None and not is_of_library(module):
+                    for attribute in names:
+                        if attribute in vars(owner):
+                            self._variable(vars(owner), attribute, f"{name}.{attribute}")
 
-    def _variable(self, variable: _Variable, value: Any, name: str) -> None:
-        self._found.containers.append(variable)
-        self._note(variable, 0, value, name)
+    def _variable(self, space: dict[str, Any], name: str, path: str) -> None:
+        read = functools.partial(space.__getitem__, name)
+        write = functools.partial(space.__setitem__, name)
+        self._contain(_Variable((id(space), name), read, write), path)
 
-    def _container(self, container: Any, path: str) -> None:
-        self._found.containers.append(container)
+    def _class(self, kind: type, path: str) -> None:
+        """The attributes and the methods of a class of the user's."""
+        if id(kind) in self._seen and path:
+            return
+        for each in kind.__mro__:
+            if is_of_library(each.__module__) or (id(each), "class") in self._seen:
+                continue
+            self._seen[(id(each), "class")] = each
+            self._contain(_Items(each, functools.partial(_attributes, each)), path)
+            for name, value in vars(each).items():
+                function = getattr(value, "__func__", None) or getattr(value, "fget", value)
+                if isinstance(function, types.FunctionType):
+                    self._todo.append((function, path))
+                elif not name.startswith("__"):
+                    read = functools.partial(vars(each).__getitem__, name)
+                    write = functools.partial(setattr, each, name)
+                    self._contain(_Variable((id(each), name), read, write), f"{path}.{name}")
+
+    def _contain(self, container: Any, path: str) -> None:
+        if home(container) in self._found.containers:
+            return
+        self._found.containers[home(container)] = container, path
         pairs = container.items() if isinstance(container, dict) else enumerate(container)
         for number, (key, value) in enumerate(pairs):
             here = f"{path}[{key!r}]" if isinstance(key, str | int) else f"{path}[{number}]"
-            self._note(container, key, value, here)
+            self._note(container, key, value, path if isinstance(container, _Variable) else here)
 
     def _note(self, container: Any, key: Any, value: Any, path: str) -> None:
         if isinstance(value, SCALARS):
-            self._found.numbers[Place(container, key, path)] = value
+            if not isinstance(container, _Items):
+                self._found.numbers[Place(container, key, path)] = value
         else:
             self._todo.append((value, path))
 
     def _object(self, value: Any, path: str) -> None:
         is_known = isinstance(value, self._stateful)
-        if isinstance(value, type | types.ModuleType) or not hasattr(value, "__dict__"):
-            return
         if not is_known and type(value).__module__.partition(".")[0] in OPAQUE:
             return
-        attributes = vars(value)
-        if isinstance(attributes, types.MappingProxyType):
+        if not is_of_library(type(value).__module__):
+            self._class(type(value), path)
+        for name in {name for each in type(value).__mro__ for name in _slots_of(each)}:
+            if hasattr(value, name):
+                read = functools.partial(getattr, value, name)
+                write = functools.partial(setattr, value, name)
+                self._contain(_Variable((id(value), name), read, write), f"{path}.{name}")
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict):
             return
-        if isinstance(value, self._torch.optim.lr_scheduler.LRScheduler):
+        if isinstance(value, self._stateful[2:4]):
             # It is a part of what is replayed, and changes as it likes.
             self._found.schedulers.append(value)
-            self._todo.append((value.optimizer, f"{path}.optimizer"))
-            return
+            self._found.moving.add(id(attributes))
+            self._move(value, attributes, path)
         if isinstance(value, self._torch.optim.Optimizer):
             self._found.groups += value.param_groups
-        self._found.containers.append(attributes)
+        self._found.containers[id(attributes)] = attributes, path
         for key, item in attributes.items():
             if key in HIDDEN and is_known:
-                self._found.containers.append(item)
+                self._found.containers[id(item)] = item, path
                 for name, each in item.items():
                     self._note(item, name, each, f"{path}.{name}")
             else:
                 self._note(attributes, key, item, f"{path}.{key}")
 
-    def _items(self, values: Any, path: str) -> list[tuple[Any, str]]:
-        pairs = values.items() if isinstance(values, dict) else enumerate(values)
-        return [(value, f"{path}[{key!r}]") for key, value in pairs]
+    def _move(self, scheduler: Any, attributes: dict[str, Any], path: str) -> None:
+        """The lists of a scheduler, which makes them anew."""
+
+        def read(key: str, number: int) -> Any:
+            return attributes[key][number]
+
+        def write(key: str, number: int, value: Any) -> None:
+            attributes[key][number] = value
+
+        for key, items in attributes.items():
+            if not isinstance(items, list):
+                continue
+            self._seen[id(items)] = items
+            for number, each in enumerate(items):
+                if isinstance(each, SCALARS):
+                    name = id(scheduler), key, number
+                    self._found.moving.add(name)
+                    reading = functools.partial(read, key, number)
+                    writing = functools.partial(write, key, number)
+                    variable = _Variable(name, reading, writing)
+                    self._contain(variable, f"{path}.{key}[{number}]")
+                else:
+                    self._todo.append((each, f"{path}.{key}[{number}]"))
+
+
+class _Items:
+    """What something has now, as a container that is only looked at."""
+
+    def __init__(self, owner: Any, items: Callable[[], list[Any]]) -> None:
+        self.home, self._items = ("items", id(owner)), items
+
+    def __len__(self) -> int:
+        return len(self._items())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items())
+
+    def __getitem__(self, key: int) -> Any:
+        return self._items()[key]
 
 
 class _Variable:
@@ -263,12 +395,32 @@ class _Variable:
         self._write(value)
 
 
-def _home(container: Any) -> object:
+def _attributes(kind: type) -> list[Any]:
+    return [*vars(kind).values()]
+
+
+def _own(function: types.FunctionType) -> list[Any]:
+    """What belongs to a function."""
+    return [function.__code__, function.__defaults__, *vars(function).values()]
+
+
+def home(container: Any) -> object:
     """What a container is, also when it was made anew."""
-    return container.home if isinstance(container, _Variable) else id(container)
+    return container.home if isinstance(container, _Variable | _Items) else id(container)
 
 
-def _is_of_library(module: str | None) -> bool:
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    if is_of_library(kind.__module__):
+        return ()
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+@functools.cache
+def is_of_library(module: str | None) -> bool:
+    """Whether a module is not the user's own."""
     root = (module or "").partition(".")[0]
     if root in OPAQUE:
         return True

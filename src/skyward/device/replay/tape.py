@@ -113,7 +113,8 @@ class Read(NamedTuple):
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    content: bytes
+    address: int
+    """Where on the host it has come to."""
 
 
 @dataclass
@@ -159,11 +160,13 @@ def read(
     places: Mapping[int, str],
     arguments: Mapping[int, int],
     hosts: Mapping[int, int],
+    offsets: Mapping[int, int],
 ) -> Tape:
     """Read what the core has noted.
 
-    `places` are paths by the slots that they had before, `arguments` numbers by slots, and `hosts`
-    numbers of arguments on the host by their addresses.
+    `places` are paths by the slots that they had before, `arguments` numbers by slots, `hosts`
+    numbers of arguments on the host by their addresses, and `offsets` the bytes at which arguments
+    begin in their storages: offsets are told from there.
     """
     tape, reader = Tape(), _Reader(content)
     now: dict[int, Name] = {slot: ("place", path) for slot, path in places.items()}
@@ -202,20 +205,29 @@ def read(
         if kind == 0:
             line, template = reader.take("II")
             name, fields = reader.text().decode(), reader.text().decode("latin-1")
-            payload, slots = reader.text(), reader.text()
+            payload, slots = bytearray(reader.text()), reader.text()
             used, at_slots, written, numbers = [], [], [], []
-            for letter, dtype, at in _fields(fields):
+            item = 1
+            for letter, more, at in _fields(fields):
                 if letter in "sw":
                     (slot,) = struct.unpack_from("<I", payload, at)
                     used.append(name_of(slot))
                     at_slots.append(at)
+                    item = more
                     if letter == "w":
                         written.append(used[-1])
-                else:
-                    numbers.append(Number(letter, dtype, at, payload[at : at + SIZES[letter]]))
+                    continue
+                if letter == "o" and used[-1][0] == "argument":
+                    begin, rest = divmod(offsets[int(used[-1][1])], item)
+                    (offset,) = struct.unpack_from("<q", payload, at)
+                    if rest or offset < begin:
+                        block("it looks at memory before an argument")
+                    struct.pack_into("<q", payload, at, offset - begin)
+                numbers.append(Number(letter, more, at, bytes(payload[at : at + SIZES[letter]])))
             results = [make(slot) for slot in struct.unpack(f"<{len(slots) // 4}I", slots)]
+            done = bytes(payload)
             tape.steps.append(
-                Operation(line, template, name, payload, used, at_slots, written, results, numbers)
+                Operation(line, template, name, done, used, at_slots, written, results, numbers)
             )
         elif kind == 1:
             slot, size = reader.take("IQ")
@@ -235,8 +247,10 @@ def read(
             slot, dtype, dim = located.take("IBB")
             sizes, strides = located.take(f"{dim}q"), located.take(f"{dim}q")
             (offset,) = located.take("q")
-            data = reader.text()
-            tape.reads.append(Read(line, name_of(slot), dtype, sizes, strides, offset, data))
+            (address,) = reader.take("Q")
+            if name_of(slot)[0] == "argument":
+                block("it reads an argument; read it outside")
+            tape.reads.append(Read(line, name_of(slot), dtype, sizes, strides, offset, address))
         elif kind == 5:
             (changed,) = reader.take("Q")
             tape.steps.append(Settings(changed))
@@ -246,9 +260,8 @@ def read(
 
 
 def _fields(fields: str) -> Iterator[tuple[str, int, int]]:
-    """The letter, the dtype and the place of each field of a payload."""
+    """The letter, the dtype or the bytes of an element, and the place of each field."""
     at, letters = 0, iter(fields)
     for letter in letters:
-        dtype = ord(next(letters)) if letter == "h" else 0
-        yield letter, dtype, at
+        yield letter, ord(next(letters)) if letter in "hsw" else 0, at
         at += SIZES[letter]

@@ -204,6 +204,7 @@ void add_fields(std::string& out, const Key& key, const OpInfo& op, size_t& tens
       return;
     }
     out += written ? kWrittenSlotField : kSlotField;
+    out += static_cast<char>(given.itemsize());
     if (Session::place_of(key.tensors[tensor++].unsafeGetTensorImpl()).offset) out += kOffsetField;
   }
 }

@@ -41,11 +41,11 @@ void Tape::uploaded(uint32_t slot, uint64_t offset, const void* from, uint64_t s
   w_.text(with_bytes ? std::string_view(static_cast<const char*>(from), size) : std::string_view());
 }
 
-void Tape::read(uint32_t line, std::string_view located, const void* into, uint64_t size) {
+void Tape::read(uint32_t line, std::string_view located, const void* into) {
   w_.u8(kRead);
   w_.u32(line);
   w_.text(located);
-  w_.text({static_cast<const char*>(into), size});
+  w_.u64(reinterpret_cast<uintptr_t>(into));
 }
 
 void Tape::settings(uint64_t settings) {

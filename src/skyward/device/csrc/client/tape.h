@@ -22,7 +22,8 @@ inline uint32_t line_of_tape() {
   return C10_UNLIKELY(tapes.load(std::memory_order_relaxed)) && line_now ? static_cast<uint32_t>(line_now()) : 0;
 }
 
-// What the payload of an operation consists of, a letter each. `kNumberField` is followed by the number's dtype.
+// What the payload of an operation consists of, a letter each. A slot's is followed by the bytes of an element, and
+// `kNumberField` by the number's dtype.
 enum Field : char {
   kSlotField = 's',         // 4 bytes
   kWrittenSlotField = 'w',  // the same, and the operation writes to it
@@ -44,7 +45,7 @@ class Tape {
   void freed(uint32_t slot);
   // With the bytes where they are few.
   void uploaded(uint32_t slot, uint64_t offset, const void* from, uint64_t size, bool with_bytes);
-  void read(uint32_t line, std::string_view located, const void* into, uint64_t size);
+  void read(uint32_t line, std::string_view located, const void* into);
   void settings(uint64_t settings);
   // Something that cannot be done again.
   void blocked(std::string_view what);

@@ -79,11 +79,10 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
     uint32_t line;
     std::string located;
     const void* into;
-    uint64_t size;
     ~Noted() {
-      if (C10_UNLIKELY(tape != nullptr)) tape->read(line, located, into, size <= kInlineFetch ? size : 0);
+      if (C10_UNLIKELY(tape != nullptr)) tape->read(line, located, into);
     }
-  } noted{tape(), line, C10_UNLIKELY(tape() != nullptr) ? located(source) : std::string(), into, size};
+  } noted{tape(), line, C10_UNLIKELY(tape() != nullptr) ? located(source) : std::string(), into};
   Spent spent(recording_.get(), size <= kInlineFetch ? kReading : kDownloading, size);
   begin();
   stats.fetched += size;
