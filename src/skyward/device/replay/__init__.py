@@ -33,7 +33,7 @@ from skyward.device.replay.program import (
     plan,
 )
 from skyward.device.replay.surroundings import SCALARS, Guards, Place, Surroundings, home, same
-from skyward.device.replay.tape import Name, Operation
+from skyward.device.replay.tape import Name, Operation, Uploaded
 from skyward.errors import ConfigurationError
 
 P = ParamSpec("P")
@@ -48,6 +48,8 @@ CALLS_IN_VAIN = 6
 CALLS_MOST = 32
 """Nor after so many that were recorded, if more were recorded than replayed."""
 SAMPLES = 3
+HOST_MOST = 4 << 10
+"""Tensors on the host of more bytes are not compared in each call."""
 
 _recording = threading.Lock()
 _is_recording = threading.local()
@@ -354,6 +356,7 @@ class _Recorder:
         drawn = _random_states()
         self._versions = {path: t._version for path, t in found.tensors.items() if _is_on_host(t)}
         self._told = {path: t.item() for path, t in found.tensors.items() if _is_host(t)}
+        self._given_versions = {n: t._version for n, t in enumerate(leaves) if _is_on_host(t)}
         planted = self._plant()
         self.core.use_lines(_lines.now)
         self.core.start_tape(self.index)
@@ -370,7 +373,8 @@ class _Recorder:
                 content,
                 {slot: path for path, slot in reversed(before.items())},
                 slots,
-                {each.data_ptr(): n for n, each in enumerate(leaves) if _is_on_host(each)},
+                self._hosts_of_arguments(leaves),
+                {n: each.nbytes for n, each in enumerate(leaves) if _is_on_host(each)},
                 {
                     n: each.storage_offset() * each.itemsize
                     for n, each in enumerate(leaves)
@@ -385,6 +389,17 @@ class _Recorder:
             recording.problem = problem
             result = pytree.tree_map(plain, result)
         return result, recording
+
+    def _hosts_of_arguments(self, leaves: list[Any]) -> dict[int, int]:
+        """The numbers of arguments on the host by their addresses."""
+        found: dict[int, int] = {}
+        for number, each in enumerate(leaves):
+            if _is_on_host(each) and each.numel():
+                if each._version != self._given_versions[number] or each.data_ptr() in found:
+                    raise Unfit(f"argument {number} is changed on the host, or given twice")
+                if each.is_contiguous():
+                    found[each.data_ptr()] = number
+        return found
 
     def _slots_of_arguments(self, leaves: list[Any], before: dict[str, int]) -> dict[int, int]:
         """The numbers of arguments by their slots; raises Unfit if one is not alone there."""
@@ -671,6 +686,8 @@ class _Recorder:
                 raise Unfit(
                     "it returns a tensor on the host that it has not copied from the device"
                 )
+            elif self.steps and isinstance(leaf, float):
+                raise Unfit("it returns a number that a scheduler may change; read that outside")
             else:
                 recording.results.append(Result("constant", leaf))
         if unread or len(items) != len(self._items):
@@ -812,7 +829,8 @@ def _described(tensor: Any) -> tuple[Any, ...]:
         tensor.requires_grad,
         tensor.shape,
         tensor.stride(),
-        tensor._backward_hooks is None or not tensor._backward_hooks,
+        not tensor._backward_hooks,
+        not tensor._post_accumulate_grad_hooks,
     )
 
 
@@ -895,6 +913,16 @@ class _Ready:
             each for each in found.tensors.values() if _is_on_host(each) and id(each) not in changed
         ]
         self._host_versions = [each._version for each in self._host_tensors]
+        self._host_contents = [
+            (each, each.clone()) for each in self._host_tensors if each.nbytes <= HOST_MOST
+        ]
+        self._given_on_host = []
+        uploaded = {each.argument for each in sample.tape.steps if isinstance(each, Uploaded)}
+        for number, each in enumerate(recorder.given):
+            if _is_on_host(each) and number not in uploaded:
+                if each.nbytes > HOST_MOST:
+                    raise Unfit(f"argument {number} is used on the host; move it to the device")
+                self._given_on_host.append((number, each.clone()))
         self._fixed = [
             (number, each.data_ptr())
             for number, each in enumerate(sample.arguments)
@@ -949,14 +977,18 @@ class _Ready:
         self.program.drop()
 
     def _fits(self, leaves: list[Any]) -> bool:
+        import torch
+
         return (
             self._core.openings[self._index] == self._opening
             and self._guards.hold()
             and [*map(_described, self._device_tensors)] == self._described
             and all(a.grad is b for (_, a), b in zip(self._owners, self._gradients, strict=True))
             and [each._version for each in self._host_tensors] == self._host_versions
+            and all(torch.equal(each, before) for each, before in self._host_contents)
             and all(leaves[number].data_ptr() == at for number, at in self._fixed)
             and all(same(find(leaves), value) for find, value in self._constant)
+            and all(torch.equal(leaves[number], each) for number, each in self._given_on_host)
             and self._are_apart(leaves)
             # A gradient that the user keeps must not change.
             and all(sys.getrefcount(each) <= count for each, count in self._carried)

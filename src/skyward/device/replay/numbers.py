@@ -35,7 +35,7 @@ COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "
 SIGNS = ("neg", "pos", "abs")
 FUNCTIONS = (
     *("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tan", "tanh"),
-    *("atan", "floor", "ceil", "trunc", "pow", "fabs"),
+    *("atan", "floor", "ceil", "trunc", "pow", "fabs", "isnan", "isinf", "isfinite", "copysign"),
 )
 """Of the module `math`."""
 
@@ -197,7 +197,10 @@ def followed_through_math() -> Iterator[None]:
         def follow(*numbers: Any) -> Any:
             result = function(*map(plain, numbers))
             scopes = [number.scope for number in numbers if isinstance(number, _Traced)]
-            return scopes[0].compute("math." + name, result, *numbers) if scopes else result
+            if not scopes:
+                return result
+            note = scopes[0].decide if isinstance(result, bool) else scopes[0].compute
+            return note("math." + name, result, *numbers)
 
         return follow
 

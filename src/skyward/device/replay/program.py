@@ -313,7 +313,10 @@ class _Content:
             for step in tape.steps
             if isinstance(step, Uploaded) and step.argument is not None
         }
+        uploads = [step.argument for step in tape.steps if isinstance(step, Uploaded)]
         for number in plan.inputs:
+            if uploads.count(number) > 1:
+                raise Unfit(f"it copies argument {number} to the device twice; do so once")
             given = plan.sample.arguments[number]
             target = targets.get(number)
             name: Name = ("argument", number) if target is None else target.into

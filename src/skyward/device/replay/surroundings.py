@@ -209,8 +209,10 @@ class _Walk:
         elif isinstance(value, self._torch.device):
             if value.type == "sky" and value.index is not None:
                 self._found.devices.add(value.index)
-        elif isinstance(value, types.ModuleType | type):
-            pass  # `_function` has what it names of these
+        elif isinstance(value, type):
+            self._class(value, path)
+        elif isinstance(value, types.ModuleType):
+            pass  # `_function` has what it names of one
         elif type(value).__name__ == "ndarray" and type(value).__module__ == "numpy":
             self._array(value, path)
         elif isinstance(value, Iterator):
@@ -238,33 +240,34 @@ class _Walk:
             self._contain(vars(tensor), path)
 
     def _function(self, function: types.FunctionType, path: str) -> None:
-        names = function.__code__.co_freevars
-        for name, cell in zip(names, function.__closure__ or (), strict=True):
+        names = tuple(_names_in(function.__code__))
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
             try:
-                cell.cell_contents  # noqa: B018
+                content = cell.cell_contents
             except ValueError:
                 continue  # not bound yet
             read = functools.partial(getattr, cell, "cell_contents")
             write = functools.partial(setattr, cell, "cell_contents")
             self._contain(_Variable(id(cell), read, write), name)
+            self._module(content, names, name)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._todo.append((value, path))
         if is_of_library(function.__module__):
             return
         self._contain(_Items(function, functools.partial(_own, function)), path)
-        names = tuple(_names_in(function.__code__))
         for name in names:
             if name in function.__globals__:
                 self._variable(function.__globals__, name, name)
-                # What it names of a module or a class of the user's.
-                owner = function.__globals__[name]
-                module = owner.__name__ if isinstance(owner, types.ModuleType) else None
-                if isinstance(owner, type):
-                    self._class(owner, name)
-                elif module is not None and not is_of_library(module):
-                    for attribute in names:
-                        if attribute in vars(owner):
-                            self._variable(vars(owner), attribute, f"{name}.{attribute}")
+                self._module(function.__globals__[name], names, name)
+
+    def _module(self, module: Any, names: Iterable[str], path: str) -> None:
+        """What is named of a module of the user's."""
+        if isinstance(module, types.ModuleType) and not is_of_library(module.__name__):
+            for name in names:
+                if name in vars(module):
+                    self._variable(vars(module), name, f"{path}.{name}")
 
     def _variable(self, space: dict[str, Any], name: str, path: str) -> None:
         read = functools.partial(space.__getitem__, name)
@@ -273,8 +276,6 @@ class _Walk:
 
     def _class(self, kind: type, path: str) -> None:
         """The attributes and the methods of a class of the user's."""
-        if id(kind) in self._seen and path:
-            return
         for each in kind.__mro__:
             if is_of_library(each.__module__) or (id(each), "class") in self._seen:
                 continue

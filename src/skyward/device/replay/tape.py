@@ -160,13 +160,14 @@ def read(
     places: Mapping[int, str],
     arguments: Mapping[int, int],
     hosts: Mapping[int, int],
+    lengths: Mapping[int, int],
     offsets: Mapping[int, int],
 ) -> Tape:
     """Read what the core has noted.
 
-    `places` are paths by the slots that they had before, `arguments` numbers by slots, `hosts`
-    numbers of arguments on the host by their addresses, and `offsets` the bytes at which arguments
-    begin in their storages: offsets are told from there.
+    `places` are paths by the slots that they had before, `arguments` numbers by slots, and `hosts`
+    numbers of arguments on the host by their addresses, with `lengths` in bytes. `offsets` are the
+    bytes at which arguments begin in their storages: offsets are told from there.
     """
     tape, reader = Tape(), _Reader(content)
     now: dict[int, Name] = {slot: ("place", path) for slot, path in places.items()}
@@ -236,6 +237,8 @@ def read(
             slot, offset, address, size = reader.take("IQQQ")
             data = reader.text()
             argument = hosts.get(address)
+            if argument is not None and size != lengths[argument]:
+                argument = None
             if argument is None and len(data) < size:
                 block(
                     f"it uploads {size} bytes that are not an argument's; give them as an argument"
