@@ -17,18 +17,15 @@ STEPS = 300
 
 
 class Average:
-    """An average of a model's weights, which follows them more slowly as time goes on."""
+    """An average of a model's weights, which follows them slowly."""
 
     def __init__(self, model: nn.Module) -> None:
         self.weights = [weight.detach().clone() for weight in model.parameters()]
-        self.count = 0
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        self.count += 1
-        decay = min(0.999, (1 + self.count) / (10 + self.count))
         for mine, weight in zip(self.weights, model.parameters(), strict=True):
-            mine.lerp_(weight, 1 - decay)
+            mine.lerp_(weight, 0.01)
 
 
 class Training:

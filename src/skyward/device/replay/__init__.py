@@ -23,17 +23,17 @@ from skyward.device.replay import tape
 from skyward.device.replay.numbers import Leaf, Scope, followed_through_math, plain
 from skyward.device.replay.program import (
     DTYPES,
+    KeptProgram,
     Plan,
-    Program,
-    Recording,
-    Result,
+    Returned,
+    TapedCall,
+    TensorView,
     Unfit,
-    View,
     numbers_for,
     plan,
 )
-from skyward.device.replay.surroundings import SCALARS, Guards, Place, Surroundings, home, same
-from skyward.device.replay.tape import Name, Operation, Uploaded
+from skyward.device.replay.surroundings import SCALARS, Guards, Spot, Surroundings, home, same
+from skyward.device.replay.tape import Name, TapedOperation, Uploaded
 from skyward.errors import ConfigurationError
 
 P = ParamSpec("P")
@@ -81,7 +81,7 @@ class Replay(Generic[P, T]):
         self._is_full = False
         self.replayed = 0
         """How many calls were replayed."""
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function, or have the worker do what it did."""
@@ -203,11 +203,11 @@ class _Kind:
         self._function = function
         self.ready: list[_Ready] = []
         self.problem: Unfit | None = None
-        self._groups: list[list[Recording]] = []
+        self._groups: list[list[TapedCall]] = []
         """Calls that did the same, each."""
-        self._varying: set[Place] = set()
+        self._varying: set[Spot] = set()
         """Numbers that were seen to change."""
-        self._numbers: dict[Place, Any] = {}
+        self._numbers: dict[Spot, Any] = {}
         """What the function has reached last."""
         self._in_vain = 0
         self._recorded = 0
@@ -235,7 +235,7 @@ class _Kind:
             self.problem = Unfit(f"what it reaches is another in most calls{told}")
         return result, self.problem
 
-    def _note_numbers(self, now: Surroundings) -> Place | None:
+    def _note_numbers(self, now: Surroundings) -> Spot | None:
         """Find what has changed since the last call that was recorded; returns one of them."""
         changed = None
         for place, value in now.numbers.items():
@@ -245,7 +245,7 @@ class _Kind:
                 changed = place
         return changed
 
-    def _consider(self, recording: Recording, recorder: _Recorder) -> None:
+    def _consider(self, recording: TapedCall, recorder: _Recorder) -> None:
         self._in_vain += 1
         group = next((each for each in self._groups if not each[-1].difference(recording)), None)
         if group is None:
@@ -311,9 +311,7 @@ _lines = _Lines()
 class _Recorder:
     """Records one call of a function."""
 
-    def __init__(
-        self, function: Callable[..., Any], varying: set[Place], leaves: list[Any]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], varying: set[Spot], leaves: list[Any]) -> None:
         self._function, self._varying, self.given = function, varying, leaves
         self.core = core()
         self.surroundings = Surroundings.of(function, leaves)
@@ -329,7 +327,7 @@ class _Recorder:
         self._stepped_at = -1
         """How many operations there were then."""
 
-    def record(self, leaves: list[Any], tree: Any) -> tuple[Any, Recording | None]:
+    def record(self, leaves: list[Any], tree: Any) -> tuple[Any, TapedCall | None]:
         """What the function returns, and what it has done."""
         from torch.utils import _pytree as pytree
 
@@ -338,7 +336,7 @@ class _Recorder:
         indices = {each.device.index for each in tensors if _is_sky(each)} | found.devices
         given = self._plant_arguments(leaves)
         args, kwargs = pytree.tree_unflatten(given, tree)
-        recording = Recording(tape.Tape(), self._scope, self._values, list(leaves))
+        recording = TapedCall(tape.Tape(), self._scope, self._values, list(leaves))
         if found.problem or len(indices) != 1:
             reached = found.problem or f"{len(indices)} devices"
             recording.problem = Unfit(f"it reaches {reached}")
@@ -429,20 +427,21 @@ class _Recorder:
         self._values[which] = value
         return self._scope.leaf(which, value)
 
-    def _plant(self) -> list[Place]:
+    def _plant(self) -> list[Spot]:
         """Replace numbers that may change; returns their places."""
         groups = {id(group) for group in self.surroundings.groups}
         planted = []
         for place, value in self.surroundings.numbers.items():
-            if type(value) not in (int, float):
-                continue
             moves = home(place.container) in self.surroundings.moving
+            # Whole numbers lose their history in what Python's own floats and lists do with them.
+            if type(value) is not float and not (moves and type(value) is int):
+                continue
             if place in self._varying or moves or id(place.container) in groups:
                 place.set(self._leaf(place, value))
                 planted.append(place)
         return planted
 
-    def _uproot(self, planted: list[Place]) -> None:
+    def _uproot(self, planted: list[Spot]) -> None:
         """Have plain numbers in all places again."""
         for place in planted:
             with contextlib.suppress(KeyError, IndexError):
@@ -453,6 +452,15 @@ class _Recorder:
                     value[:] = map(plain, value)
                 else:
                     vars(scheduler)[key] = plain(value)
+
+    def _of_optimizers(self, planted: list[Spot]) -> list[Spot]:
+        """Those that schedulers look at and change."""
+        groups, moving = {id(group) for group in self.surroundings.groups}, self.surroundings.moving
+        return [
+            each
+            for each in planted
+            if id(each.container) in groups or home(each.container) in moving
+        ]
 
     def _slot(self, tensor: Any) -> int:
         slot = self.core.slot(self.index, tensor.untyped_storage().data_ptr())
@@ -505,7 +513,7 @@ class _Recorder:
                 delattr(torch.Tensor, name)
 
     @contextlib.contextmanager
-    def _scheduling(self, planted: list[Place]) -> Iterator[None]:
+    def _scheduling(self, planted: list[Spot]) -> Iterator[None]:
         """Have schedulers see plain numbers: a replay runs them as they are."""
 
         def stepping(number: int, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -514,7 +522,7 @@ class _Recorder:
                     return step(*args, **kwargs)
                 if args or kwargs:
                     self._looks_at_host = "what it gives to a scheduler"
-                self._uproot(planted)
+                self._uproot(self._of_optimizers(planted))
                 self.steps[number] = self.steps.get(number, 0) + 1
                 self._stepped_at = self.core.stats(self.index).operations
                 self._is_stepping = True
@@ -537,8 +545,8 @@ class _Recorder:
 
     def _explain(
         self,
-        recording: Recording,
-        ended: dict[Place, Any],
+        recording: TapedCall,
+        ended: dict[Spot, Any],
         guards: Guards,
         others: dict[int, int],
     ) -> None:
@@ -563,7 +571,7 @@ class _Recorder:
         stepped = [found.schedulers[number] for number in self.steps]
         rates = {id(group) for each in stepped for group in each.optimizer.param_groups}
         for container, key, path in guards.differences():
-            place = Place(container, key, path)
+            place = Spot(container, key, path)
             numbers = [
                 each
                 for each in now.numbers
@@ -583,19 +591,24 @@ class _Recorder:
         self.surroundings = now
 
     def _note_number(
-        self, recording: Recording, place: Place, ended: dict[Place, Any], path: str
+        self, recording: TapedCall, place: Spot, ended: dict[Spot, Any], path: str
     ) -> None:
         """A number that is another one now."""
         last = ended.get(place)
         if last is not None and last is not plain(last) and last.scope is self._scope:
             recording.updates[place] = last.index
-        elif place in ended or type(place.get()) not in (int, float):
+        elif type(place.get()) is int:
+            raise Unfit(
+                f"it counts {path}, which is {place.get()} now: count outside, and give what "
+                "follows from it as an argument"
+            )
+        elif place in ended or type(place.get()) is not float:
             raise Unfit(f"it sets {path} to {place.get()!r}, and replay does not know why")
         else:
             # The next recording follows it.
             self._varying.add(place)
 
-    def _note_hosts(self, recording: Recording, now: Surroundings) -> None:
+    def _note_hosts(self, recording: TapedCall, now: Surroundings) -> None:
         for path, version in self._versions.items():
             tensor = now.tensors.get(path)
             if tensor is None or tensor._version == version:
@@ -610,7 +623,7 @@ class _Recorder:
                 if self._values.get(which, expected) != expected:
                     raise Unfit(f"it reads {path} between two changes")
 
-    def _note_replaced(self, recording: Recording, now: Surroundings) -> None:
+    def _note_replaced(self, recording: TapedCall, now: Surroundings) -> None:
         """Gradients that are other tensors now."""
         noted = recording.tape
         names = {slot: name for name, slot in noted.slots.items() if name in noted.living}
@@ -633,7 +646,7 @@ class _Recorder:
                     f"argument {number} requires gradients; make it a variable of the function's"
                 )
 
-    def _note_results(self, recording: Recording, result: Any, leaves: list[Any]) -> Any:
+    def _note_results(self, recording: TapedCall, result: Any, leaves: list[Any]) -> Any:
         """Find what comes back; returns it with plain numbers."""
         from torch.utils import _pytree as pytree
 
@@ -650,9 +663,9 @@ class _Recorder:
         for leaf in flat:
             found = next((at for at, given in enumerate(leaves) if given is leaf), None)
             if found is not None and not isinstance(leaf, float):
-                recording.results.append(Result("argument", found))
+                recording.results.append(Returned("argument", found))
             elif _is_sky(leaf) and id(leaf) in same:
-                recording.results.append(Result("same", same[id(leaf)]))
+                recording.results.append(Returned("same", same[id(leaf)]))
             elif _is_sky(leaf):
                 slot = self._slot(leaf)
                 name = names.get(slot, ("slot", slot))
@@ -669,19 +682,19 @@ class _Recorder:
                     # Told from where the argument begins.
                     begin = leaves[int(name[1])].storage_offset()
                     view = dataclasses.replace(view, offset=view.offset - begin)
-                recording.results.append(Result("view", view))
+                recording.results.append(Returned("view", view))
             elif _is_on_host(leaf) and leaf.data_ptr() in addresses:
                 at = addresses[leaf.data_ptr()]
                 if (tuple(leaf.shape), leaf.stride()) != noted.reads[at][3:5]:
                     raise Unfit("it returns a part of what it has copied from the device")
                 unread.discard(at)
-                recording.results.append(Result("read", (at, True)))
+                recording.results.append(Returned("read", (at, True)))
             elif any(leaf is each for each in self._items):
                 at = items[next(n for n, each in enumerate(self._items) if each is leaf)]
                 unread.discard(at)
-                recording.results.append(Result("read", (at, False)))
+                recording.results.append(Returned("read", (at, False)))
             elif getattr(leaf, "scope", None) is self._scope:
-                recording.results.append(Result("number", leaf.index))
+                recording.results.append(Returned("number", leaf.index))
             elif _is_on_host(leaf):
                 raise Unfit(
                     "it returns a tensor on the host that it has not copied from the device"
@@ -689,7 +702,7 @@ class _Recorder:
             elif self.steps and isinstance(leaf, float):
                 raise Unfit("it returns a number that a scheduler may change; read that outside")
             else:
-                recording.results.append(Result("constant", leaf))
+                recording.results.append(Returned("constant", leaf))
         if unread or len(items) != len(self._items):
             read = noted.reads[min(unread, default=0)]
             raise Unfit(
@@ -701,7 +714,7 @@ class _Recorder:
         self._check_living(recording, kept)
         return pytree.tree_unflatten(list(map(plain, flat)), recording.tree)
 
-    def _check_living(self, recording: Recording, kept: set[Name]) -> None:
+    def _check_living(self, recording: TapedCall, kept: set[Name]) -> None:
         """What was made and still lives has to be known: somebody may look at it."""
         noted = recording.tape
         left = noted.living - kept
@@ -710,7 +723,7 @@ class _Recorder:
             serial = self.core.serial(self.index)
             alive = {life.slot for life in self.core.living(serial)}
             left = {name for name in left if noted.slots[name] in alive}
-        operations = [step for step in noted.steps if isinstance(step, Operation)]
+        operations = [step for step in noted.steps if isinstance(step, TapedOperation)]
         for step in operations:
             if left.intersection(step.made):
                 raise Unfit(
@@ -731,7 +744,7 @@ class _Argument:
 
 @dataclass(frozen=True)
 class _InPlace:
-    place: Place
+    place: Spot
 
     def __call__(self, leaves: list[Any]) -> Any:
         return self.place.get()
@@ -788,9 +801,9 @@ def _is_host(leaf: Any) -> bool:
     return _is_on_host(leaf) and leaf.numel() == 1 and not leaf.dtype.is_complex
 
 
-def _view(tensor: Any, name: Name) -> View:
+def _view(tensor: Any, name: Name) -> TensorView:
     code = DTYPES.index(str(tensor.dtype)[6:])
-    return View(name, code, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    return TensorView(name, code, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
 
 def _has_graph(tensor: Any) -> bool:
@@ -846,7 +859,7 @@ def _random_states() -> tuple[Any, ...]:
 class _Ready:
     """A program with all that is to be looked at and changed on this side."""
 
-    group: list[Recording]
+    group: list[TapedCall]
 
     def __init__(self, recorder: _Recorder, plan: Plan) -> None:
         import torch
@@ -857,7 +870,14 @@ class _Ready:
         self._opening = self._core.openings[self._index]
         sample = plan.sample
         found = recorder.surroundings
-        self._sample, self._tensors = sample, dict(found.tensors)
+        used = {str(which) for kind, which in sample.tape.names if kind == "place"}
+        # Gradients that it neither uses nor makes are another function's, which may keep them.
+        others = found.owners.keys() - used - sample.replaced.keys()
+        self._sample = sample
+        self._tensors = {path: each for path, each in found.tensors.items() if path not in others}
+        self._other_gradients = [
+            (found.owners[path], found.owners[path].grad is None) for path in others
+        ]
         self._schedulers = [
             found.schedulers[number] for number, count in sample.schedulers for _ in range(count)
         ]
@@ -876,7 +896,7 @@ class _Ready:
                 raise Unfit(f"{which} is not on the device any more")
             return slot
 
-        self.program = Program(self._core, self._index, plan, slot_of)
+        self.program = KeptProgram(self._core, self._index, plan, slot_of)
         weakref.finalize(self, self.program.drop)
         self._held = [
             self._core.alias(serial, int(name[1]))
@@ -893,17 +913,23 @@ class _Ready:
         self._updates = [*sample.updates]
         # What has changed once may change again, where it is known what follows from it.
         moving = {each for each in found.numbers if home(each.container) in found.moving}
-        free = {leaf for leaf in plan.loose if isinstance(leaf, Place)} | {*sample.updates} | moving
+        free = {leaf for leaf in plan.loose if isinstance(leaf, Spot)} | {*sample.updates} | moving
         self._guards = found.guards(free)
         self._constant = [
             (self._finder(recorder, leaf), value)
             for leaf, value in sample.leaves.items()
-            if leaf not in plan.loose and not isinstance(leaf, Place)
+            if leaf not in plan.loose and not isinstance(leaf, Spot)
         ]
-        self._device_tensors = [each for each in found.tensors.values() if _is_sky(each)]
+        self._device_tensors = [each for each in self._tensors.values() if _is_sky(each)]
         self._described = [*map(_described, self._device_tensors)]
-        self._owners = [*found.owners.items()]
+        self._owners = [each for each in found.owners.items() if each[0] not in others]
         # As the function begins: one that it makes anew then is not there.
+        # What the function lets go of without a look at it may be anything.
+        replaced = set(self.program.carried.values())
+        self._remade = [
+            (owner, owner.grad) for path, owner in self._owners if path in replaced - used
+        ]
+        self._owners = [each for each in self._owners if each[0] not in replaced - used]
         self._gradients = [
             None if recorder.gradients.get(path) is None else owner.grad
             for path, owner in self._owners
@@ -955,7 +981,10 @@ class _Ready:
         self._results = list(self._getters())
         self._kinds = [type(sample.leaves[leaf]) for leaf in leaves]
         carried = [self._tensors[path] for path in self.program.carried.values()]
-        own = (self._tensors.values(), self._device_tensors, self._gradients, self._written)
+        own = (
+            *(self._tensors.values(), self._device_tensors, self._gradients, self._written),
+            [gradient for _, gradient in self._remade],
+        )
         self._carried = [
             (each, _references() + sum(one is each for some in own for one in some))
             for each in carried
@@ -963,7 +992,7 @@ class _Ready:
         self._is_single = sample.tree == pytree.tree_structure(0)
 
     def _finder(self, recorder: _Recorder, leaf: Leaf) -> Callable[[list[Any]], Any]:
-        if isinstance(leaf, Place):
+        if isinstance(leaf, Spot):
             return _InPlace(leaf)
         assert isinstance(leaf, tuple)
         if leaf[0] == "argument":
@@ -984,6 +1013,7 @@ class _Ready:
             and self._guards.hold()
             and [*map(_described, self._device_tensors)] == self._described
             and all(a.grad is b for (_, a), b in zip(self._owners, self._gradients, strict=True))
+            and all((each.grad is None) is is_none for each, is_none in self._other_gradients)
             and [each._version for each in self._host_tensors] == self._host_versions
             and all(torch.equal(each, before) for each, before in self._host_contents)
             and all(leaves[number].data_ptr() == at for number, at in self._fixed)
@@ -1027,6 +1057,9 @@ class _Ready:
             number.change()
         if self._written:
             torch.autograd.graph.increment_version(self._written)
+        for owner, gradient in self._remade:
+            if owner.grad is not gradient:
+                owner.grad = gradient
         for owner, at in self._setters:
             owner.grad = self._view(at, made, inputs, leaves)
         for scheduler in self._schedulers:

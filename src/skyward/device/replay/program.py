@@ -16,8 +16,17 @@ from skyward.device.replay.numbers import (
     dependent,
     leaves_of,
 )
-from skyward.device.replay.surroundings import Place
-from skyward.device.replay.tape import GIVE, Made, Name, Number, Operation, Settings, Tape, Uploaded
+from skyward.device.replay.surroundings import Spot
+from skyward.device.replay.tape import (
+    GIVE,
+    Made,
+    Name,
+    NumberField,
+    SettingsStep,
+    Tape,
+    TapedOperation,
+    Uploaded,
+)
 
 DTYPES = (
     *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
@@ -36,7 +45,7 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """A tensor, by the storage that it is over."""
 
     storage: Name
@@ -57,7 +66,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Result:
+class Returned:
     """One leaf of what the function returned.
 
     `kind` is "view" (a tensor over a storage), "same" (an object that is there before), "argument",
@@ -69,7 +78,7 @@ class Result:
 
 
 @dataclass
-class Recording:
+class TapedCall:
     """One call of the function."""
 
     tape: Tape
@@ -77,19 +86,19 @@ class Recording:
     leaves: dict[Leaf, float | int]
     """What the numbers of the scope begin with."""
     arguments: list[Any]
-    results: list[Result] = field(default_factory=list)
+    results: list[Returned] = field(default_factory=list)
     tree: Any = None
-    updates: dict[Place, int] = field(default_factory=dict)
+    updates: dict[Spot, int] = field(default_factory=dict)
     """Places whose numbers have changed, and which of the scope's they have now."""
     hosts: dict[str, float] = field(default_factory=dict)
     """By how much tensors on the host have changed."""
-    replaced: dict[str, tuple[Name | None, View]] = field(default_factory=dict)
+    replaced: dict[str, tuple[Name | None, TensorView]] = field(default_factory=dict)
     """Paths that have another tensor now: the storage that was there, and what is."""
     schedulers: tuple[tuple[int, int], ...] = ()
     """Which have gone on, and how many steps."""
     problem: Unfit | None = None
 
-    def difference(self, other: Recording) -> Unfit | None:
+    def difference(self, other: TapedCall) -> Unfit | None:
         """Where two calls did not do the same."""
         for mine, its in zip(self.tape.steps, other.tape.steps, strict=False):
             if mine.shape != its.shape or type(mine) is not type(its):
@@ -118,12 +127,12 @@ class Recording:
             str(self.problem),
         )
 
-    def numbers(self) -> list[tuple[int, Number]]:
+    def numbers(self) -> list[tuple[int, NumberField]]:
         """The numbers of all operations, each with the operation's index."""
         return [
             (at, number)
             for at, step in enumerate(self.tape.steps)
-            if isinstance(step, Operation)
+            if isinstance(step, TapedOperation)
             for number in step.numbers
         ]
 
@@ -132,9 +141,9 @@ class Recording:
 class Plan:
     """What calls that do the same have in common."""
 
-    sample: Recording
+    sample: TapedCall
     """The last of them."""
-    varying: list[tuple[int, Number, int]]
+    varying: list[tuple[int, NumberField, int]]
     """Numbers that vary: the operation's index, the number, and which of the scope's it is."""
     conditions: list[tuple[Formula, bool]]
     """What has to be true of numbers."""
@@ -144,7 +153,7 @@ class Plan:
     """The arguments that were other tensors each time."""
 
 
-def plan(samples: Sequence[Recording]) -> Plan:
+def plan(samples: Sequence[TapedCall]) -> Plan:
     """Find what varies, and what it is computed from; raises Unfit where that is not known."""
     last = samples[-1]
     for each in samples:
@@ -162,7 +171,7 @@ def plan(samples: Sequence[Recording]) -> Plan:
             continue
         at, number = row[-1]
         operation = last.tape.steps[at]
-        assert isinstance(operation, Operation)
+        assert isinstance(operation, TapedOperation)
         values = tuple(each.value for _, each in row)
         found = known.get(values) or _as_element(values, number, scopes)
         if not found:
@@ -200,12 +209,12 @@ def plan(samples: Sequence[Recording]) -> Plan:
             *(each.value for each in last.results if each.kind == "number"),
         ],
     )
-    loose -= {leaf for leaf in loose - followed if not isinstance(leaf, Place)}
+    loose -= {leaf for leaf in loose - followed if not isinstance(leaf, Spot)}
     loose |= {leaf for leaf in last.leaves if isinstance(leaf, tuple) and leaf[0] == "read"}
     return Plan(last, varying, conditions, loose, _inputs(samples))
 
 
-def _check_reads(recording: Recording) -> None:
+def _check_reads(recording: TapedCall) -> None:
     """What is read of the device is known only after the program has run."""
     scope = recording.scope
     reads: set[Leaf] = {
@@ -221,7 +230,7 @@ def _check_reads(recording: Recording) -> None:
 
 
 def _as_element(
-    values: tuple[Any, ...], number: Number, scopes: list[list[float | int]]
+    values: tuple[Any, ...], number: NumberField, scopes: list[list[float | int]]
 ) -> list[int]:
     """Of a number on the host, which is rounded to its dtype."""
     if number.letter != "h" or number.dtype != 6 or None in values:
@@ -241,7 +250,7 @@ def _told(values: Sequence[Any]) -> str:
     return " and then ".join(map(str, values))
 
 
-def _inputs(samples: Sequence[Recording]) -> list[int]:
+def _inputs(samples: Sequence[TapedCall]) -> list[int]:
     """The arguments on the device that were not one tensor in all calls; those of the host all."""
     last = samples[-1]
     used = {name[1] for name in last.tape.names if name[0] == "argument"}
@@ -260,7 +269,7 @@ def _differ(tensors: Sequence[Any]) -> bool:
     return None in places or len(places) > 1
 
 
-class Program:
+class KeptProgram:
     """A program that the worker has, as it is run."""
 
     def __init__(self, core: Core, index: int, plan: Plan, slots: Callable[[Name], int]) -> None:
@@ -304,7 +313,7 @@ class _Content:
         self._input_slots: list[tuple[int, int, bool]] = []
         self.uploaded: dict[Name, int] = {}
         """Which input it is that the function copies from the host."""
-        self.views: list[View] = []
+        self.views: list[TensorView] = []
         self.assigned: dict[str, int] = {}
         written = {name for step in tape.steps for name in getattr(step, "written", ())}
         # Arguments that are copied to the program's own memory, and those that come from the host.
@@ -367,7 +376,7 @@ class _Content:
         """Those tensors that come from storages that the program makes."""
         sample = self._plan.sample
         self.views = [each.value for each in sample.results if each.kind == "view"]
-        self.views += [View(*read[1:6]) for read in self._tape.reads]
+        self.views += [TensorView(*read[1:6]) for read in self._tape.reads]
         for path in self.assigned:
             self.assigned[path] = len(self.views)
             self.views.append(sample.replaced[path][1])
@@ -413,7 +422,7 @@ class _Content:
         records = bytearray()
         places: dict[tuple[int, int], int] = {}
         for at, step in enumerate(self._tape.steps):
-            if isinstance(step, Operation):
+            if isinstance(step, TapedOperation):
                 payload = bytearray(step.payload)
                 for name, place in zip(step.used, step.places, strict=True):
                     struct.pack_into("<I", payload, place, self._slots[name])
@@ -424,7 +433,7 @@ class _Content:
             elif isinstance(step, Made):
                 if step.made not in self.uploaded:
                     records += struct.pack("<IIQ", NEW, self._slots[step.made], step.bytes)
-            elif isinstance(step, Settings):
+            elif isinstance(step, SettingsStep):
                 records += struct.pack("<IQ", SETTINGS, step.settings)
             elif step.argument is None:
                 where = self._slots[step.into], step.offset, len(step.content), 1
@@ -437,8 +446,8 @@ class _Content:
         """As `csrc/client/programs.cpp` reads it."""
         tape = self._tape
         records, places = self._records()
-        changed = [step.settings for step in tape.steps if isinstance(step, Settings)]
-        templates = {step.template for step in tape.steps if isinstance(step, Operation)}
+        changed = [step.settings for step in tape.steps if isinstance(step, SettingsStep)]
+        templates = {step.template for step in tape.steps if isinstance(step, TapedOperation)}
         out = bytearray(struct.pack("<QQ", tape.settings, (changed or [tape.settings])[-1]))
         for numbers in (self._reserved, self.written_slots, sorted(templates)):
             out += struct.pack(f"<I{len(numbers)}I", len(numbers), *numbers)
@@ -465,21 +474,21 @@ class _Content:
 
 
 def _made_by(step: Any) -> list[Name]:
-    if isinstance(step, Operation):
+    if isinstance(step, TapedOperation):
         return step.made
     return [step.made] if isinstance(step, Made) else []
 
 
 def _used_by(step: Any) -> list[Name]:
-    if isinstance(step, Operation):
+    if isinstance(step, TapedOperation):
         return step.used
     return [step.into] if isinstance(step, Uploaded) else []
 
 
 def _extent(tensor: Any) -> int:
     """The bytes from a tensor's first element to its last."""
-    view = View(("", 0), DTYPES.index(str(tensor.dtype)[6:]), tuple(tensor.shape), (), 0)
-    return View(view.storage, view.dtype, view.sizes, tuple(tensor.stride()), 0).bytes
+    view = TensorView(("", 0), DTYPES.index(str(tensor.dtype)[6:]), tuple(tensor.shape), (), 0)
+    return TensorView(view.storage, view.dtype, view.sizes, tuple(tensor.stride()), 0).bytes
 
 
 def numbers_for(plan: Plan, more: Sequence[int]) -> tuple[list[Leaf], Any]:

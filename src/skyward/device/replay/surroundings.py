@@ -27,7 +27,7 @@ HIDDEN = ("_modules", "_parameters", "_buffers")
 
 
 @dataclass(frozen=True)
-class Place:
+class Spot:
     """Where something is kept: an attribute, or an item of a container."""
 
     container: Any
@@ -48,7 +48,7 @@ class Place:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Place)
+            isinstance(other, Spot)
             and home(self.container) == home(other.container)
             and self.path == other.path
         )
@@ -58,7 +58,7 @@ class Place:
 class Surroundings:
     """Everything that a function reaches, as it is now."""
 
-    numbers: dict[Place, Any] = field(default_factory=dict)
+    numbers: dict[Spot, Any] = field(default_factory=dict)
     """Numbers, truths and texts."""
     tensors: dict[str, Any] = field(default_factory=dict)
     """By their paths; a gradient has the path of its tensor, and `.grad`."""
@@ -84,7 +84,7 @@ class Surroundings:
         walk.all(function, arguments)
         return found
 
-    def guards(self, loose: set[Place]) -> Guards:
+    def guards(self, loose: set[Spot]) -> Guards:
         """What has to be as it is now; but for some numbers."""
         free: dict[object, set[Any]] = {}
         for place in loose:
@@ -302,7 +302,7 @@ class _Walk:
     def _note(self, container: Any, key: Any, value: Any, path: str) -> None:
         if isinstance(value, SCALARS):
             if not isinstance(container, _Items):
-                self._found.numbers[Place(container, key, path)] = value
+                self._found.numbers[Spot(container, key, path)] = value
         else:
             self._todo.append((value, path))
 

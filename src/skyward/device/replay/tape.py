@@ -17,7 +17,7 @@ Name = tuple[str, int | str]
 slot)."""
 
 
-class Number(NamedTuple):
+class NumberField(NamedTuple):
     """A number in the payload of an operation."""
 
     letter: str
@@ -40,7 +40,7 @@ class Number(NamedTuple):
 
 
 @dataclass
-class Operation:
+class TapedOperation:
     """One operation: on which storages, and with which numbers."""
 
     line: int
@@ -52,7 +52,7 @@ class Operation:
     """Where in the payload the slots of `used` are."""
     written: list[Name]
     made: list[Name]
-    numbers: list[Number]
+    numbers: list[NumberField]
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -91,7 +91,7 @@ class Uploaded:
 
 
 @dataclass
-class Settings:
+class SettingsStep:
     """What PyTorch keeps for the whole process, from here on."""
 
     settings: int
@@ -101,7 +101,7 @@ class Settings:
         return (self.settings,)
 
 
-Step = Operation | Made | Uploaded | Settings
+Step = TapedOperation | Made | Uploaded | SettingsStep
 
 
 class Read(NamedTuple):
@@ -137,7 +137,7 @@ class Tape:
         return {name for name in self.slots if name[0] != "made"}
 
 
-class _Reader:
+class _NotedBytes:
     def __init__(self, content: bytes) -> None:
         self._content, self._at = content, 0
 
@@ -169,7 +169,7 @@ def read(
     numbers of arguments on the host by their addresses, with `lengths` in bytes. `offsets` are the
     bytes at which arguments begin in their storages: offsets are told from there.
     """
-    tape, reader = Tape(), _Reader(content)
+    tape, reader = Tape(), _NotedBytes(content)
     now: dict[int, Name] = {slot: ("place", path) for slot, path in places.items()}
     now |= {slot: ("argument", number) for slot, number in arguments.items()}
     made = 0
@@ -224,11 +224,15 @@ def read(
                     if rest or offset < begin:
                         block("it looks at memory before an argument")
                     struct.pack_into("<q", payload, at, offset - begin)
-                numbers.append(Number(letter, more, at, bytes(payload[at : at + SIZES[letter]])))
+                numbers.append(
+                    NumberField(letter, more, at, bytes(payload[at : at + SIZES[letter]]))
+                )
             results = [make(slot) for slot in struct.unpack(f"<{len(slots) // 4}I", slots)]
             done = bytes(payload)
             tape.steps.append(
-                Operation(line, template, name, done, used, at_slots, written, results, numbers)
+                TapedOperation(
+                    line, template, name, done, used, at_slots, written, results, numbers
+                )
             )
         elif kind == 1:
             slot, size = reader.take("IQ")
@@ -246,7 +250,7 @@ def read(
             tape.steps.append(Uploaded(line, name_of(slot), offset, data, size, argument))
         elif kind == 4:
             (line,) = reader.take("I")
-            located = _Reader(reader.text())
+            located = _NotedBytes(reader.text())
             slot, dtype, dim = located.take("IBB")
             sizes, strides = located.take(f"{dim}q"), located.take(f"{dim}q")
             (offset,) = located.take("q")
@@ -256,7 +260,7 @@ def read(
             tape.reads.append(Read(line, name_of(slot), dtype, sizes, strides, offset, address))
         elif kind == 5:
             (changed,) = reader.take("Q")
-            tape.steps.append(Settings(changed))
+            tape.steps.append(SettingsStep(changed))
         else:
             block(f"it does what cannot be replayed: {reader.text().decode()}")
     return tape
