@@ -98,7 +98,10 @@ class Guards:
 
     def __init__(self, containers: list[tuple[Any, str]], free: dict[object, set[Any]]) -> None:
         self._sized = [each for each, _ in containers]
+        # One variable is one item at all times.
+        self._counted = [each for each in self._sized if not isinstance(each, _Variable | _Items)]
         self._sizes = [*map(len, self._sized)]
+        self._counts = [*map(len, self._counted)]
         self._paths = [path for _, path in containers]
         self._kept: list[tuple[Any, list[Any], list[Any]]] = []
         for each in self._sized:
@@ -107,19 +110,23 @@ class Guards:
             wanted = [key for key in keys if key not in loose]
             self._kept.append((each, wanted, [each[key] for key in wanted]))
         # Of more than one key, `itemgetter` gives a tuple.
-        self._quick = [
-            (each, itemgetter(*keys, keys[0]), [*before, before[0]])
+        self._quick: list[tuple[Any, Callable[[Any], Any], list[Any]]] = [
+            (each, list, before)
+            if isinstance(each, _Items)
+            else (each, itemgetter(*keys, keys[0]), [*before, before[0]])
             for each, keys, before in self._kept
             if keys
         ]
 
     def hold(self) -> bool:
         """Whether all is as it was."""
-        if [*map(len, self._sized)] != self._sizes:
+        if [*map(len, self._counted)] != self._counts:
             return False
         try:
             for container, get, before in self._quick:
                 now = get(container)
+                if len(now) != len(before):
+                    return False
                 if not all(map(is_, now, before)) and not all(map(same, now, before)):
                     return False
         except (KeyError, IndexError):
