@@ -96,9 +96,8 @@ def plain_request() -> Request:
 class ProviderSuite:
     """Tests for pytest of everything that a pool needs from a provider.
 
-    A subclass has two fixtures. `provider` must be able to make `machines` machines at once, and
-    one more, which the tests share that only run commands. `machine_request` is the request for
-    each machine. A machine needs `sh`, `cat` and a Python, which runs a server to dial. The tests
+    A subclass has two fixtures. `provider` must be able to make `machines` machines at once.
+    `machine_request` is the request for each machine. A machine needs `sh`, `cat` and a Python, which runs a server to dial. The tests
     make their own event loops.
     """
 
@@ -133,7 +132,11 @@ class ProviderSuite:
 
     @classmethod
     def teardown_class(cls) -> None:
-        """Destroy the machine that the tests shared, if there is one."""
+        """Destroy the machine that the tests share, if there is one.
+
+        Tests that want all machines do so, too: there may be none besides it. The next test that
+        only runs commands has another one.
+        """
         if cls._shared is not None:
             runner, held, _ = cls._shared
             cls._shared = None
@@ -358,6 +361,7 @@ class ProviderSuite:
         self, provider: Provider, machine_request: Request
     ) -> None:
         """`find` returns the machines of the pool, and no others."""
+        self.teardown_class()
 
         async def scenario() -> None:
             pool = _order(machine_request).pool
@@ -382,6 +386,7 @@ class ProviderSuite:
         self, provider: Provider, machine_request: Request
     ) -> None:
         """A provider that another process makes from the description finds them."""
+        self.teardown_class()
         pool = _order(machine_request).pool
         orders = [Order(pool, node, machine_request) for node in range(self.machines)]
         client = multiprocessing.get_context("spawn").Process(
