@@ -47,9 +47,12 @@ demo: setup  ## train a model on a worker and evaluate it here
 # Before any test waits for it; where there is no compiler, the tests of the device say so and skip.
 COMPILE := $(BIN)/python -m skyward.device.build >/dev/null || true
 
+# Of the tests. Those of `make test-all` have another one each time.
+ORDER := 22
+
 test: setup  ## run the tests
 	@$(COMPILE)
-	@$(BIN)/python tests/run.py
+	@$(BIN)/python tests/run.py --order $(ORDER)
 
 test-all: setup  ## run the tests in full: all dtypes of op_db, whole examples, what takes long, the newest torch
 	@$(COMPILE)

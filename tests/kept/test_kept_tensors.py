@@ -239,7 +239,8 @@ def test_values_are_listed_with_their_place_and_size(bench: str) -> None:
         assert there.bytes >= 1 << 20
         assert (plain.node, plain.device) == (0, "")
         found = occupancy(records.read(bench))
-        assert [each["name"] for each in found.values] == ["anchor", "plain", "there"]
+        names = [each["name"] for each in found.values if each["name"] != "anchor"]
+        assert names == ["plain", "there"]
         assert re.search(r"1 client, keeps 3 values \(1\.\d+ M", found.state)
         for name in ("there", "plain"):
             compute.forget(name)

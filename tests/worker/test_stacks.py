@@ -24,9 +24,16 @@ QUIET = sky.Options(console=False)
 
 
 @pytest.fixture(scope="module")
-def compute() -> Iterator[sky.Compute]:
+def pool() -> Iterator[sky.Compute]:
     with sky.Compute(nodes=2, options=QUIET) as compute:
         yield compute
+
+
+@pytest.fixture
+def compute(pool: sky.Compute, eventually: Eventually) -> sky.Compute:
+    """With both workers at rest: a test before this one may have had one killed."""
+    eventually(lambda: [each.tasks for each in pool.stacks()] == [(), ()])
+    return pool
 
 
 @sky.function
