@@ -97,8 +97,8 @@ class ProviderSuite:
     """Tests for pytest of everything that a pool needs from a provider.
 
     A subclass has two fixtures. `provider` must be able to make `machines` machines at once.
-    `machine_request` is the request for each machine. A machine needs `sh`, `cat` and a Python, which runs a server to dial. The tests
-    make their own event loops.
+    `machine_request` is the request for each machine. A machine needs `sh`, `cat` and a Python,
+    which runs a server to dial. The tests make their own event loops.
     """
 
     machines = 2
