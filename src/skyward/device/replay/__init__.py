@@ -906,7 +906,7 @@ class _Ready:
         more = [*sample.updates.values()]
         more += [each.value for each in sample.results if each.kind == "number"]
         leaves, self._compute = numbers_for(plan, more)
-        self._find = [self._finder(recorder, leaf) for leaf in leaves]
+        self._find = [self._finder(leaf) for leaf in leaves]
         self._letters = [number.letter for _, number, _ in plan.varying]
         self._integers = [at for at, letter in enumerate(self._letters) if letter == "i"]
         self._reals = [at for at, letter in enumerate(self._letters) if letter != "i"]
@@ -916,20 +916,21 @@ class _Ready:
         free = {leaf for leaf in plan.loose if isinstance(leaf, Spot)} | {*sample.updates} | moving
         self._guards = found.guards(free)
         self._constant = [
-            (self._finder(recorder, leaf), value)
+            (self._finder(leaf), value)
             for leaf, value in sample.leaves.items()
             if leaf not in plan.loose and not isinstance(leaf, Spot)
         ]
         self._device_tensors = [each for each in self._tensors.values() if _is_sky(each)]
         self._described = [*map(_described, self._device_tensors)]
-        self._owners = [each for each in found.owners.items() if each[0] not in others]
-        # As the function begins: one that it makes anew then is not there.
         # What the function lets go of without a look at it may be anything.
-        replaced = set(self.program.carried.values())
+        remade = set(self.program.carried.values()) - used
         self._remade = [
-            (owner, owner.grad) for path, owner in self._owners if path in replaced - used
+            (owner, owner.grad) for path, owner in found.owners.items() if path in remade
         ]
-        self._owners = [each for each in self._owners if each[0] not in replaced - used]
+        self._owners = [
+            each for each in found.owners.items() if each[0] not in others and each[0] not in remade
+        ]
+        # As the function begins: one that it makes anew then is not there.
         self._gradients = [
             None if recorder.gradients.get(path) is None else owner.grad
             for path, owner in self._owners
@@ -991,7 +992,7 @@ class _Ready:
         ]
         self._is_single = sample.tree == pytree.tree_structure(0)
 
-    def _finder(self, recorder: _Recorder, leaf: Leaf) -> Callable[[list[Any]], Any]:
+    def _finder(self, leaf: Leaf) -> Callable[[list[Any]], Any]:
         if isinstance(leaf, Spot):
             return _InPlace(leaf)
         assert isinstance(leaf, tuple)
