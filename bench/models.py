@@ -110,11 +110,11 @@ def cnn_loop(device: torch.device) -> Loop:
 class Tagger(nn.Module):
     """A recurrent network that names each position of a sequence."""
 
-    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+    def __init__(self, kind: Callable[..., nn.Module], width: int = 512) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5000, 256)
-        self.layers = kind(256, 512, num_layers=2, batch_first=True, dropout=0.2)
-        self.head = nn.Linear(512, 50)
+        self.layers = kind(256, width, num_layers=2, batch_first=True, dropout=0.2)
+        self.head = nn.Linear(width, 50)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(self.embedding(x))[0])

@@ -104,9 +104,9 @@ def small(device: torch.device, *, whole: bool) -> Made:
     return training(model, loss_of, device, whole=whole), _on(device, batches)
 
 
-def recurrent(device: torch.device, *, whole: bool) -> Made:
+def recurrent(device: torch.device, *, whole: bool, width: int = 256) -> Made:
     """Two layers of an LSTM, which names each position."""
-    model = Tagger(nn.LSTM).to(device)
+    model = Tagger(nn.LSTM, width).to(device)
     batches = [(torch.randint(0, 5000, (64, 64)), torch.randint(0, 50, (64, 64))) for _ in range(4)]
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,8 @@ def _on(
 
 MODELS = {
     "MLP": (small, 1000),
-    "LSTM 2x512": (recurrent, 100),
+    "LSTM 2x256": (recurrent, 100),
+    "LSTM 2x512": (functools.partial(recurrent, width=512), 100),
     "GPT-2 6x384, bf16": (language, 60),
     "UNet with EMA": (diffusion, 60),
 }
