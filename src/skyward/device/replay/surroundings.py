@@ -442,3 +442,17 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield from _names_in(each)
+
+
+def is_sky(leaf: Any) -> bool:
+    """Whether it is a tensor of a device."""
+    import torch
+
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "sky"
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Whether it is a tensor on the host."""
+    import torch
+
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
