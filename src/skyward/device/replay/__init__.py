@@ -244,11 +244,6 @@ class _Kind:
         for sample in group:
             for number in found.inputs:
                 sample.arguments[number] = None
-        former = [each for each in self.ready if each.group is group]
-        for each in former:
-            self.ready.remove(each)
-            each.drop()
         ready.group = group
-        self.ready = [ready, *self.ready]
-        while len(self.ready) > PROGRAMS_MOST:
-            self.ready.pop().drop()
+        others = [each for each in self.ready if each.group is not group]
+        self.ready = [ready, *others][:PROGRAMS_MOST]

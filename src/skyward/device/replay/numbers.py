@@ -56,6 +56,10 @@ class Scope:
     def _note(self, formula: Formula, value: Any) -> Any:
         kind = _KINDS.get(type(value))
         if kind is None:
+            # Of a class that nobody follows, as NumPy's numbers.
+            for operand, index in formula[1:]:
+                if operand == "at":
+                    self._fix(index)
             return value
         self.values.append(value)
         self.formulas.append(formula)
@@ -69,7 +73,10 @@ class Scope:
 
     def pin(self, number: Any) -> None:
         """The number has gone where it cannot be followed: it has to be the same each time."""
-        self.conditions.append((("eq", *map(_operand, (number, plain(number)))), True))
+        self._fix(number.index)
+
+    def _fix(self, index: int) -> None:
+        self.conditions.append((("eq", ("at", index), ("is", self.values[index])), True))
 
     def decide(self, name: str, value: bool, *operands: Any) -> bool:
         """Something that was asked of numbers."""
@@ -78,17 +85,19 @@ class Scope:
 
 
 def _operand(number: Any) -> tuple[str, Any]:
-    return ("at", number.index) if isinstance(number, _Traced) else ("is", number)
+    return ("at", number.index) if isinstance(number, Traced) else ("is", number)
 
 
 def plain(number: Any) -> Any:
     """The number without its history."""
-    if isinstance(number, _TracedFloat):
+    if isinstance(number, TracedFloat):
         return float.__pos__(number)
-    return int.__pos__(number) if isinstance(number, _TracedInt) else number
+    return int.__pos__(number) if isinstance(number, TracedInt) else number
 
 
-class _Traced:
+class Traced:
+    """A number that remembers where it comes from."""
+
     scope: Scope
     index: int
 
@@ -110,11 +119,11 @@ class _Traced:
         return other // self, other % self
 
 
-class _TracedFloat(_Traced, float):
+class TracedFloat(Traced, float):
     """A number with a fraction."""
 
 
-class _TracedInt(_Traced, int):
+class TracedInt(Traced, int):
     """A whole number."""
 
 
@@ -126,11 +135,11 @@ PINNED = (
 """What gives something of a number that is not followed."""
 
 
-_KINDS: dict[type, Any] = {float: _TracedFloat, int: _TracedInt}
+_KINDS: dict[type, Any] = {float: TracedFloat, int: TracedInt}
 
 
 def _binary(name: str, function: Callable[[Any, Any], Any], *, decides: bool) -> Any:
-    def method(self: _Traced, other: Any) -> Any:
+    def method(self: Traced, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
         result = function(plain(self), plain(other))
@@ -141,7 +150,7 @@ def _binary(name: str, function: Callable[[Any, Any], Any], *, decides: bool) ->
 
 
 def _reflected(name: str, function: Callable[[Any, Any], Any]) -> Any:
-    def method(self: _Traced, other: Any) -> Any:
+    def method(self: Traced, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
         return self.scope.compute(name, function(plain(other), plain(self)), other, self)
@@ -159,7 +168,7 @@ def _rounded(self: Any, digits: int | None = None) -> Any:
 
 
 def _pinned(function: Callable[..., Any]) -> Any:
-    def method(self: _Traced, *arguments: Any) -> Any:
+    def method(self: Traced, *arguments: Any) -> Any:
         self.scope.pin(self)
         return function(plain(self), *arguments)
 
@@ -167,7 +176,7 @@ def _pinned(function: Callable[..., Any]) -> Any:
 
 
 def _define() -> None:
-    for kind, base in ((_TracedFloat, float), (_TracedInt, int)):
+    for kind, base in ((TracedFloat, float), (TracedInt, int)):
         setattr(kind, "__round__", _rounded)  # noqa: B010
         for name in PINNED:
             if callable(function := getattr(base, name, None)):
@@ -196,7 +205,7 @@ def followed_through_math() -> Iterator[None]:
     def following(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def follow(*numbers: Any) -> Any:
             result = function(*map(plain, numbers))
-            scopes = [number.scope for number in numbers if isinstance(number, _Traced)]
+            scopes = [number.scope for number in numbers if isinstance(number, Traced)]
             if not scopes:
                 return result
             note = scopes[0].decide if isinstance(result, bool) else scopes[0].compute

@@ -90,10 +90,12 @@ class TapedCall:
     tree: Any = None
     updates: dict[Spot, int] = field(default_factory=dict)
     """Places whose numbers have changed, and which of the scope's they have now."""
+    told: dict[str, float | int] = field(default_factory=dict)
+    """The numbers of tensors on the host, before."""
     hosts: dict[str, float] = field(default_factory=dict)
     """By how much tensors on the host have changed."""
-    replaced: dict[str, tuple[Name | None, TensorView]] = field(default_factory=dict)
-    """Paths that have another tensor now: the storage that was there, and what is."""
+    replaced: dict[str, tuple[Name | None, TensorView | None]] = field(default_factory=dict)
+    """Paths that have another tensor now, or none: the storage that was there, and what is."""
     schedulers: tuple[tuple[int, int], ...] = ()
     """Which have gone on, and how many steps."""
     problem: Unfit | None = None
@@ -151,6 +153,8 @@ class Plan:
     """What has had several values, and may have others."""
     inputs: list[int]
     """The arguments that were other tensors each time."""
+    indifferent: set[str]
+    """Tensors on the host which were others, while the function did the same."""
 
 
 def plan(samples: Sequence[TapedCall]) -> Plan:
@@ -174,6 +178,8 @@ def plan(samples: Sequence[TapedCall]) -> Plan:
         assert isinstance(operation, TapedOperation)
         values = tuple(each.value for _, each in row)
         found = known.get(values) or _as_element(values, number, scopes)
+        if number.is_whole:
+            found = [each for each in found if type(scopes[-1][each]) is int]
         if not found:
             raise Unfit(
                 f"{operation.name} gets {_told(values)} in calls that are the same otherwise, and "
@@ -211,7 +217,8 @@ def plan(samples: Sequence[TapedCall]) -> Plan:
     )
     loose -= {leaf for leaf in loose - followed if not isinstance(leaf, Spot)}
     loose |= {leaf for leaf in last.leaves if isinstance(leaf, tuple) and leaf[0] == "read"}
-    return Plan(last, varying, conditions, loose, _inputs(samples))
+    indifferent = {path for path in last.told if len({each.told.get(path) for each in samples}) > 1}
+    return Plan(last, varying, conditions, loose, _inputs(samples), indifferent)
 
 
 def _check_reads(recording: TapedCall) -> None:
@@ -357,16 +364,16 @@ class _Content:
         """Have what takes the place of a tensor be made in that tensor's slot."""
         steps = self._tape.steps
         for path, (before, view) in self._plan.sample.replaced.items():
-            after = view.storage
-            if after in self.carried:
+            after = view.storage if view is not None else None
+            if after is None or after in self.carried:
                 continue
             if after[0] != "made":
                 raise Unfit(f"{path} becomes a tensor that was there before")
             born = next(
                 (at for at, step in enumerate(steps) if after in _made_by(step)), len(steps)
             )
-            is_used_later = any(before in _used_by(step) for step in steps[born:])
-            if before is None or after in self._slots or is_used_later:
+            is_used_later = before and any(before in _used_by(step) for step in steps[born:])
+            if after in self._slots or is_used_later:
                 self.assigned[path] = -1
             else:
                 self._slots[after] = slots(("place", path))
@@ -379,7 +386,9 @@ class _Content:
         self.views += [TensorView(*read[1:6]) for read in self._tape.reads]
         for path in self.assigned:
             self.assigned[path] = len(self.views)
-            self.views.append(sample.replaced[path][1])
+            _, view = sample.replaced[path]
+            assert view is not None
+            self.views.append(view)
         for view in self.views:
             name = view.storage
             if name[0] == "made" and name not in self.kept and name not in self._results:

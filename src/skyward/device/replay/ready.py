@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import sys
 import weakref
@@ -68,15 +69,57 @@ class _OnHost:
         self._next = (self._array + self._array.dtype.type(self._change)).item()
 
 
+_held: collections.Counter[int] = collections.Counter()
+"""How often programs refer to tensors, by `id`."""
+
+
+def _let_go(program: KeptProgram, tensors: list[int]) -> None:
+    """A program is not used any more."""
+    _held.subtract(tensors)
+    for each in tensors:
+        if not _held[each]:
+            del _held[each]
+    program.drop()
+
+
+class _Carried:
+    """A gradient in whose memory the next one is made: the user may not have kept it."""
+
+    def __init__(self, owner: Any, gradient: Any, own: list[Any]) -> None:
+        self._owner, self._gradient = owner, gradient
+        self._storage = gradient.untyped_storage()
+        self._address = self._storage._cdata
+        tensors = {id(each): each for each in [*own, gradient]}.values()
+        self._over_it = [each.untyped_storage()._cdata for each in tensors].count(self._address)
+
+    def references(self) -> int:
+        """How often the tensor is referred to, besides by programs' lists."""
+        return sys.getrefcount(self._gradient) - _held.get(id(self._gradient), 0)
+
+    def sharers(self) -> int:
+        """How many tensors are over its memory besides the program's own."""
+        import torch
+
+        count: int = torch._C._storage_Use_Count(self._address)
+        return count - self._over_it
+
+    def is_kept(self) -> bool:
+        """Whether somebody has it, or another tensor over its memory."""
+        references, sharers = _unkept(self._owner.grad is self._gradient)
+        return self.references() > references or self.sharers() > sharers
+
+
 @functools.cache
-def _references() -> int:
-    """How often a gradient that nobody keeps is referred to where that is asked."""
+def _unkept(is_there: bool) -> tuple[int, int]:
+    """The references and sharers of a gradient that nobody keeps, if its tensor has it or not."""
     import torch
 
     owner = torch.zeros(1, requires_grad=True)
     owner.grad = torch.zeros(1)
-    kept = [(owner.grad, 0)]
-    return max(sys.getrefcount(each) for each, _ in kept)
+    carried = _Carried(owner, owner.grad, [])
+    if not is_there:
+        owner.grad = None
+    return carried.references(), carried.sharers()
 
 
 def _described(tensor: Any) -> tuple[Any, ...]:
@@ -110,6 +153,13 @@ class Ready:
         others = found.owners.keys() - used - sample.replaced.keys()
         self._sample = sample
         self._tensors = {path: each for path, each in found.tensors.items() if path not in others}
+        # Gradients that are gone in the end.
+        former = {
+            path: recorder.gradients[path]
+            for path, (before, view) in sample.replaced.items()
+            if before and view is None
+        }
+        self._tensors |= former
         self._other_gradients = [
             (found.owners[path], found.owners[path].grad is None) for path in others
         ]
@@ -125,14 +175,13 @@ class Ready:
             kind, which = name
             if kind == "slot":
                 return int(which)
-            tensor = found.tensors[str(which)] if kind == "place" else sample.arguments[int(which)]
+            tensor = self._tensors[str(which)] if kind == "place" else sample.arguments[int(which)]
             slot = self._core.slot(self._index, tensor.untyped_storage().data_ptr())
             if slot is None:
                 raise Unfit(f"{which} is not on the device any more")
             return slot
 
         self.program = KeptProgram(self._core, self._index, plan, slot_of)
-        weakref.finalize(self, self.program.drop)
         self._held = [
             self._core.alias(serial, int(name[1]))
             for name in sample.tape.names
@@ -142,9 +191,9 @@ class Ready:
         more += [each.value for each in sample.results if each.kind == "number"]
         leaves, self._compute = numbers_for(plan, more)
         self._find = [self._finder(leaf) for leaf in leaves]
-        self._letters = [number.letter for _, number, _ in plan.varying]
-        self._integers = [at for at, letter in enumerate(self._letters) if letter == "i"]
-        self._reals = [at for at, letter in enumerate(self._letters) if letter != "i"]
+        self._sent = len(plan.varying)
+        self._integers = [at for at, (_, each, _) in enumerate(plan.varying) if each.is_whole]
+        self._reals = [at for at, (_, each, _) in enumerate(plan.varying) if not each.is_whole]
         self._updates = [*sample.updates]
         # What has changed once may change again, where it is known what follows from it.
         moving = {each for each in found.numbers if home(each.container) in found.moving}
@@ -157,22 +206,26 @@ class Ready:
         ]
         self._device_tensors = [each for each in self._tensors.values() if is_sky(each)]
         self._described = [*map(_described, self._device_tensors)]
-        # What the function lets go of without a look at it may be anything.
-        remade = set(self.program.carried.values()) - used
+        # Gradients that are there after a replay, in memory that stays, or that are not.
         self._remade = [
-            (owner, owner.grad) for path, owner in found.owners.items() if path in remade
+            (found.owners[path], found.owners[path].grad)
+            for path, (_, view) in sample.replaced.items()
+            if view is None or view.storage in self.program.carried
         ]
+        # What the function lets go of without a look at it may be anything.
+        let_go = {path for path, (before, _) in sample.replaced.items() if before} - used
         self._owners = [
-            each for each in found.owners.items() if each[0] not in others and each[0] not in remade
+            each for each in found.owners.items() if each[0] not in others and each[0] not in let_go
         ]
         # As the function begins: one that it makes anew then is not there.
         self._gradients = [
-            None if recorder.gradients.get(path) is None else owner.grad
+            None if recorder.gradients.get(path) is None else former.get(path, owner.grad)
             for path, owner in self._owners
         ]
-        changed = {id(found.tensors[path]) for path in self._hosts}
+        unneeded = plan.indifferent | self._hosts.keys()
+        known = {id(each) for path, each in found.tensors.items() if path in unneeded}
         self._host_tensors = [
-            each for each in found.tensors.values() if is_on_host(each) and id(each) not in changed
+            each for each in found.tensors.values() if is_on_host(each) and id(each) not in known
         ]
         self._host_versions = [each._version for each in self._host_tensors]
         self._host_contents = [
@@ -214,17 +267,24 @@ class Ready:
             else None
             for each in self.program.views
         ]
-        self._results = list(self._getters())
+        self._results = list(self._found())
         self._kinds = [type(sample.leaves[leaf]) for leaf in leaves]
-        carried = [self._tensors[path] for path in self.program.carried.values()]
-        own = (
-            *(self._tensors.values(), self._device_tensors, self._gradients, self._written),
-            [gradient for _, gradient in self._remade],
-        )
-        self._carried = [
-            (each, _references() + sum(one is each for some in own for one in some))
-            for each in carried
+        own = [
+            *self._tensors.values(),
+            *self._device_tensors,
+            *self._gradients,
+            *self._written,
+            *(gradient for _, gradient in self._remade),
         ]
+        own = [each for each in own if each is not None]
+        self._carried = [
+            _Carried(owner, gradient, own)
+            for owner, gradient in self._remade
+            if gradient is not None
+        ]
+        held = [*map(id, own)]
+        _held.update(held)
+        weakref.finalize(self, _let_go, self.program, held)
         self._is_single = sample.tree == pytree.tree_structure(0)
 
     def _finder(self, leaf: Leaf) -> Callable[[list[Any]], Any]:
@@ -236,10 +296,6 @@ class Ready:
         _, path, is_later = leaf
         number = self._hosts.get(path) or _OnHost(self._tensors[path], 0)
         return number.later if is_later else number.before
-
-    def drop(self) -> None:
-        """It is not used any more."""
-        self.program.drop()
 
     def _fits(self, leaves: list[Any]) -> bool:
         import torch
@@ -256,8 +312,7 @@ class Ready:
             and all(same(find(leaves), value) for find, value in self._constant)
             and all(torch.equal(leaves[number], each) for number, each in self._given_on_host)
             and self._are_apart(leaves)
-            # A gradient that the user keeps must not change.
-            and all(sys.getrefcount(each) <= count for each, count in self._carried)
+            and not any(each.is_kept() for each in self._carried)
         )
 
     def _are_apart(self, leaves: list[Any]) -> bool:
@@ -287,7 +342,7 @@ class Ready:
         reals = [float(numbers[at]) for at in self._reals]
         integers = [numbers[at] for at in self._integers]
         made = self.program.run(inputs, reals, integers)
-        for place, value in zip(self._updates, numbers[len(self._letters) :], strict=False):
+        for place, value in zip(self._updates, numbers[self._sent :], strict=False):
             place.set(value)
         for number in self._hosts.values():
             number.change()
@@ -300,8 +355,10 @@ class Ready:
             owner.grad = self._view(at, made, inputs, leaves)
         for scheduler in self._schedulers:
             scheduler.step()
-        computed = numbers[len(self._letters) + len(self._updates) :]
-        flat = [get(made, inputs, leaves, computed) for get in self._results]
+        computed = numbers[self._sent + len(self._updates) :]
+        flat = [
+            self._result(kind, at, made, inputs, leaves, computed) for kind, at in self._results
+        ]
         return True, flat[0] if self._is_single else pytree.tree_unflatten(flat, self._sample.tree)
 
     def _view(self, at: int, made: list[Any], inputs: list[Any], leaves: list[Any]) -> Any:
@@ -309,35 +366,41 @@ class Ready:
         fresh = self._fresh[at]
         return self._base(at, inputs, leaves) if fresh is None else made[fresh]
 
-    def _getters(self) -> Iterator[Callable[..., Any]]:
-        """How the leaves of the result are found."""
+    def _found(self) -> Iterator[tuple[str, Any]]:
+        """How the leaves of the result are found: of what kind each is, and which of them."""
         results = self._sample.results
         views = reads = sum(each.kind == "view" for each in results)
         own, computed = iter(range(views)), iter(range(len(results)))
         for each in results:
             if each.kind == "view":
-                at = next(own)
-                fresh = self._fresh[at]
-                if fresh is None:
-                    yield lambda m, i, v, n, at=at: self._base(at, i, v)
-                else:
-                    yield lambda m, i, v, n, fresh=fresh: m[fresh]
-            elif each.kind == "argument":
-                yield lambda m, i, v, n, at=each.value: v[at]
+                yield "view", next(own)
             elif each.kind == "read":
                 number, is_tensor = each.value
-                read = "cpu" if is_tensor else "item"
-                yield (
-                    lambda m, i, v, n, at=reads + number, read=read: getattr(
-                        self._view(at, m, i, v), read
-                    )()
-                )
+                yield "cpu" if is_tensor else "item", reads + number
             elif each.kind == "number":
-                at = next(computed)
-                yield lambda m, i, v, n, at=at: n[at]
+                yield "number", next(computed)
+            elif each.kind == "argument":
+                yield "argument", each.value
             else:
-                value = self._tensors[each.value] if each.kind == "same" else each.value
-                yield lambda m, i, v, n, value=value: value
+                yield "is", self._tensors[each.value] if each.kind == "same" else each.value
+
+    def _result(
+        self,
+        kind: str,
+        at: Any,
+        made: list[Any],
+        inputs: list[Any],
+        leaves: list[Any],
+        computed: list[Any],
+    ) -> Any:
+        """One leaf of the result."""
+        if kind == "view":
+            return self._view(at, made, inputs, leaves)
+        if kind == "argument":
+            return leaves[at]
+        if kind == "number":
+            return computed[at]
+        return at if kind == "is" else getattr(self._view(at, made, inputs, leaves), kind)()
 
     def _base(self, at: int, inputs: list[Any], leaves: list[Any]) -> Any:
         """A tensor over a storage that was there before."""

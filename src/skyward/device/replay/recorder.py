@@ -10,12 +10,14 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from skyward.device.core import core
 from skyward.device.replay import tape
 from skyward.device.replay.numbers import Leaf, Scope, followed_through_math, plain
 from skyward.device.replay.program import DTYPES, Returned, TapedCall, TensorView, Unfit
+from skyward.device.replay.rewriting import NotRewritableError, rewritten
 from skyward.device.replay.surroundings import (
     Guards,
     Spot,
@@ -73,6 +75,7 @@ class Recorder:
         self._items: list[Any] = []
         """What `.item()` gave of the device, in order."""
         self._looks_at_host = ""
+        self._counts, self._why_not = False, ""
         self.steps: dict[int, int] = {}
         """How often schedulers were stepped, by their numbers."""
         self._is_stepping = False
@@ -105,13 +108,15 @@ class Recorder:
         self.gradients = {path: owner.grad for path, owner in found.owners.items()}
         drawn = _random_states()
         self._versions = {path: t._version for path, t in found.tensors.items() if is_on_host(t)}
-        self._told = {path: t.item() for path, t in found.tensors.items() if _is_host(t)}
+        self._told = recording.told = {
+            path: t.item() for path, t in found.tensors.items() if _is_host(t)
+        }
         self._given_versions = {n: t._version for n, t in enumerate(leaves) if is_on_host(t)}
-        planted = self._plant()
+        planted, following = self._plant()
         self.core.use_lines(lines.now)
         self.core.start_tape(self.index)
         try:
-            with followed_through_math(), self._reading(), self._scheduling(planted):
+            with following, followed_through_math(), self._reading(), self._scheduling(planted):
                 result = self._function(*args, **kwargs)
         finally:
             content = self.core.stop_tape(self.index)
@@ -179,19 +184,33 @@ class Recorder:
         self._values[which] = value
         return self._scope.leaf(which, value)
 
-    def _plant(self) -> list[Spot]:
-        """Replace numbers that may change; returns their places."""
+    def _plant(self) -> tuple[list[Spot], ExitStack]:
+        """Replace numbers that may change; returns their places, and what has code follow them."""
+        following = ExitStack()
+        self._counts = True
+        try:
+            following.enter_context(rewritten(self.surroundings.functions))
+        except NotRewritableError as problem:
+            self._counts, self._why_not = False, str(problem)
         groups = {id(group) for group in self.surroundings.groups}
         planted = []
         for place, value in self.surroundings.numbers.items():
             moves = home(place.container) in self.surroundings.moving
-            # Whole numbers lose their history in what Python's own floats and lists do with them.
-            if type(value) is not float and not (moves and type(value) is int):
-                continue
-            if place in self._varying or moves or id(place.container) in groups:
+            varies = place in self._varying
+            if type(value) is int:
+                is_wanted = moves or (varies and self._is_counter(place))
+            else:
+                is_wanted = type(value) is float and (
+                    moves or varies or id(place.container) in groups
+                )
+            if is_wanted:
                 place.set(self._leaf(place, value))
                 planted.append(place)
-        return planted
+        return planted, following
+
+    def _is_counter(self, place: Spot) -> bool:
+        """Whether a whole number there is followed: only code that is rewritten may use it."""
+        return self._counts and self.surroundings.counts_for_itself(place)
 
     def _uproot(self, planted: list[Spot]) -> None:
         """Have plain numbers in all places again."""
@@ -327,7 +346,7 @@ class Recorder:
             numbers = [
                 each
                 for each in now.numbers
-                if each == place or (each.container is container and each.key == key)
+                if each == place or (home(each.container) == home(container) and each.key == key)
             ]
             if id(container) in rates:
                 self._varying.update(numbers)
@@ -349,13 +368,18 @@ class Recorder:
         last = ended.get(place)
         if last is not None and last is not plain(last) and last.scope is self._scope:
             recording.updates[place] = last.index
-        elif type(place.get()) is int:
+        elif type(place.get()) is int and not self._is_counter(place):
+            why = self._why_not or "code of a library may use it"
             raise Unfit(
-                f"it counts {path}, which is {place.get()} now: count outside, and give what "
-                "follows from it as an argument"
+                f"it counts {path}, which is {place.get()} now ({why}): count outside, and give "
+                "what follows from it as an argument"
             )
-        elif place in ended or type(place.get()) is not float:
+        elif type(place.get()) not in (int, float) or (place in ended and not self._counts):
             raise Unfit(f"it sets {path} to {place.get()!r}, and replay does not know why")
+        elif place in ended:
+            # Not computed from numbers that vary: those are followed.
+            number = self._scope.compute("pos", place.get(), place.get())
+            recording.updates[place] = number.index
         else:
             # The next recording follows it.
             self._varying.add(place)
@@ -383,15 +407,13 @@ class Recorder:
             former = self.gradients.get(path)
             if owner.grad is former:
                 continue
-            if owner.grad is None or not is_sky(owner.grad):
-                raise Unfit(
-                    f"it sets {path} to None, which was there before: begin with zero_grad(), or "
-                    "have it keep the gradients (set_to_none=False)"
-                )
-            if self._slot(owner.grad) not in names:
+            place = None if former is None else ("place", path)
+            if owner.grad is None:
+                recording.replaced[path] = place, None
+                continue
+            if not is_sky(owner.grad) or self._slot(owner.grad) not in names:
                 raise Unfit(f"{path} becomes a tensor that was there before")
-            view = _view(owner.grad, names[self._slot(owner.grad)])
-            recording.replaced[path] = (None if former is None else ("place", path)), view
+            recording.replaced[path] = place, _view(owner.grad, names[self._slot(owner.grad)])
         for number, leaf in enumerate(self.given):
             if is_sky(leaf) and leaf.is_leaf and leaf.requires_grad:
                 raise Unfit(
@@ -407,7 +429,7 @@ class Recorder:
         names = {slot: name for name, slot in noted.slots.items() if name[0] != "made"}
         names |= {slot: name for name, slot in noted.slots.items() if name in noted.living}
         same = {id(each): path for path, each in self.surroundings.tensors.items()}
-        kept = {view.storage for _, view in recording.replaced.values()}
+        kept = {view.storage for _, view in recording.replaced.values() if view is not None}
         unread = set(range(len(noted.reads)))
         addresses = {read.address: at for at, read in enumerate(noted.reads)}
         on_host = {leaf.data_ptr() for leaf in flat if is_on_host(leaf)}

@@ -23,6 +23,8 @@ ARRAY_MOST = 64 << 10
 SCALARS = (int, float, bool, str, bytes, type(None))
 OPAQUE = frozenset({"torch", "numpy", "skyward", "builtins", "threading", "logging", "_thread"})
 """Objects of these libraries are not looked into, but for those of torch that have a state."""
+INDIFFERENT = ("builtins", "abc", "typing", "torch.nn.modules.module", "torch.optim.optimizer")
+"""Modules of libraries whose classes do not use what the user's classes count."""
 HIDDEN = ("_modules", "_parameters", "_buffers")
 
 
@@ -69,6 +71,10 @@ class Surroundings:
     """The groups of parameters of optimisers."""
     devices: set[int] = field(default_factory=set)
     """The indices of devices that are named."""
+    functions: list[types.FunctionType] = field(default_factory=list)
+    """Those of the user's."""
+    foreign: list[str] = field(default_factory=list)
+    """The paths of objects that code of libraries works with."""
     containers: dict[object, tuple[Any, str]] = field(default_factory=dict)
     """What has items, with its path, by what it is."""
     moving: set[object] = field(default_factory=set)
@@ -83,6 +89,12 @@ class Surroundings:
         walk = _Walk(found)
         walk.all(function, arguments)
         return found
+
+    def counts_for_itself(self, place: Spot) -> bool:
+        """Whether only the user's code works with what is there."""
+        return not place.path.startswith(
+            tuple(f"{each}{sign}" for each in self.foreign for sign in ".[")
+        )
 
     def guards(self, loose: set[Spot]) -> Guards:
         """What has to be as it is now; but for some numbers."""
@@ -148,7 +160,8 @@ class Guards:
                     yield container, None, path
                     continue
                 if not same(now, former):
-                    yield container, key, f"{path}[{key!r}]"
+                    is_variable = isinstance(container, _Variable)
+                    yield container, key, path if is_variable else f"{path}[{key!r}]"
 
 
 def same(now: Any, before: Any) -> bool:
@@ -263,6 +276,7 @@ class _Walk:
             self._todo.append((value, path))
         if is_of_library(function.__module__):
             return
+        self._found.functions.append(function)
         self._contain(_Items(function, functools.partial(_own, function)), path)
         for name in names:
             if name in function.__globals__:
@@ -292,6 +306,9 @@ class _Walk:
                 function = getattr(value, "__func__", None) or getattr(value, "fget", value)
                 if isinstance(function, types.FunctionType):
                     self._todo.append((function, path))
+                    setter = getattr(value, "fset", None)
+                    if isinstance(setter, types.FunctionType):
+                        self._todo.append((setter, path))
                 elif not name.startswith("__"):
                     read = functools.partial(vars(each).__getitem__, name)
                     write = functools.partial(setattr, each, name)
@@ -319,6 +336,8 @@ class _Walk:
             return
         if not is_of_library(type(value).__module__):
             self._class(type(value), path)
+        if not all(map(_is_followed, type(value).__mro__)):
+            self._found.foreign.append(path)
         for name in {name for each in type(value).__mro__ for name in _slots_of(each)}:
             if hasattr(value, name):
                 read = functools.partial(getattr, value, name)
@@ -426,6 +445,11 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
+def _is_followed(kind: type) -> bool:
+    """Whether whole numbers in the attributes of its objects are used by the user's code alone."""
+    return not is_of_library(kind.__module__) or kind.__module__ in INDIFFERENT
+
+
 @functools.cache
 def is_of_library(module: str | None) -> bool:
     """Whether a module is not the user's own."""
@@ -444,15 +468,18 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(each)
 
 
-def is_sky(leaf: Any) -> bool:
-    """Whether it is a tensor of a device."""
+def is_tensor(leaf: Any) -> bool:
+    """Whether it is a tensor of any device."""
     import torch
 
-    return isinstance(leaf, torch.Tensor) and leaf.device.type == "sky"
+    return isinstance(leaf, torch.Tensor)
+
+
+def is_sky(leaf: Any) -> bool:
+    """Whether it is a tensor of a device."""
+    return is_tensor(leaf) and leaf.device.type == "sky"
 
 
 def is_on_host(leaf: Any) -> bool:
     """Whether it is a tensor on the host."""
-    import torch
-
-    return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
+    return is_tensor(leaf) and leaf.device.type == "cpu"

@@ -6,11 +6,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 SIZES = {"s": 4, "w": 4, "o": 8, "h": 16, "g": 4, "i": 8, "r": 8, "c": 16}
 """The fields of an operation's payload; `csrc/client/tape.h` has their meaning."""
 
+ELEMENTS = {0: "<B", 1: "<b", 2: "<h", 3: "<i", 4: "<q", 6: "<f", 7: "<d"}
+"""How one number of a dtype lies in memory, by the dtype's number in PyTorch."""
+FRACTIONS = 5
+"""Dtypes from this number on are not of whole numbers."""
 GIVE = "give what differs from call to call as an argument"
 Name = tuple[str, int | str]
 """A storage: ("made", its number), ("argument", its number), ("place", its path), or ("slot", its
@@ -33,10 +37,14 @@ class NumberField(NamedTuple):
             return float(struct.unpack("<d", self.content)[0])
         if self.letter == "i":
             return int(struct.unpack("<q", self.content)[0])
-        if self.letter == "h" and self.dtype in (6, 7):
-            code = "<f" if self.dtype == 6 else "<d"
-            return float(struct.unpack_from(code, self.content)[0])
+        if self.letter == "h" and self.dtype in ELEMENTS:
+            return cast(float | int, struct.unpack_from(ELEMENTS[self.dtype], self.content)[0])
         return None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has no fraction."""
+        return self.letter == "i" or (self.letter == "h" and self.dtype < FRACTIONS)
 
 
 @dataclass

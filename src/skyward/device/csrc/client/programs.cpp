@@ -38,6 +38,17 @@ void write_number(std::string& out, c10::ScalarType dtype, double value) {
   }
 }
 
+void write_number(std::string& out, c10::ScalarType dtype, int64_t value) {
+  switch (dtype) {
+    case c10::kLong: return write_as(out, value);
+    case c10::kInt: return write_as(out, static_cast<int32_t>(value));
+    case c10::kShort: return write_as(out, static_cast<int16_t>(value));
+    case c10::kChar: return write_as(out, static_cast<int8_t>(value));
+    case c10::kByte: return write_as(out, static_cast<uint8_t>(value));
+    default: fail("a number of this dtype cannot vary");
+  }
+}
+
 }  // namespace
 
 Program::Program(Session& session, Reader& r) : serial_(session.serial), id_(++last_program) {
@@ -118,9 +129,11 @@ std::string Program::written(const std::vector<double>& reals, const std::vector
   std::string out;
   size_t real = 0, integer = 0;
   for (auto& each : varying_) {
-    bool is_real = each.field != kIntegerField;
+    bool is_number = each.field == kNumberField;
+    bool is_real = is_number ? c10::isFloatingType(each.dtype) : each.field != kIntegerField;
     SKY_CHECK(is_real ? real < reals.size() : integer < integers.size(), "a program wants more numbers");
-    if (each.field == kNumberField) write_number(out, each.dtype, reals[real++]);
+    if (is_number && is_real) write_number(out, each.dtype, reals[real++]);
+    else if (is_number) write_number(out, each.dtype, integers[integer++]);
     else if (is_real) out.append(reinterpret_cast<const char*>(&reals[real++]), 8);
     else out.append(reinterpret_cast<const char*>(&integers[integer++]), 8);
   }
