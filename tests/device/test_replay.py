@@ -151,6 +151,9 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(
         optimizer, 0.1, total_steps=40, cycle_momentum=False
     ),
+    "one cycle, also of momentum": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=40
+    ),
     "warm-up": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda at: min(1, (at + 1) / 6)),
 }
 

@@ -226,11 +226,11 @@ class Recorder:
 
     def _of_optimizers(self, planted: list[Spot]) -> list[Spot]:
         """Those that schedulers look at and change."""
-        groups, moving = {id(group) for group in self.surroundings.groups}, self.surroundings.moving
+        found = self.surroundings
         return [
             each
             for each in planted
-            if id(each.container) in groups or home(each.container) in moving
+            if found.is_of_group(each, found.groups) or home(each.container) in found.moving
         ]
 
     def _slot(self, tensor: Any) -> int:
@@ -340,7 +340,7 @@ class Recorder:
         if now.problem:
             raise Unfit(f"it reaches {now.problem}")
         stepped = [found.schedulers[number] for number in self.steps]
-        rates = {id(group) for each in stepped for group in each.optimizer.param_groups}
+        scheduled = [group for each in stepped for group in each.optimizer.param_groups]
         for container, key, path in guards.differences():
             place = Spot(container, key, path)
             numbers = [
@@ -348,7 +348,7 @@ class Recorder:
                 for each in now.numbers
                 if each == place or (home(each.container) == home(container) and each.key == key)
             ]
-            if id(container) in rates:
+            if found.is_of_group(place, scheduled):
                 self._varying.update(numbers)
             elif key is None or not numbers:
                 raise Unfit(

@@ -90,6 +90,10 @@ class Surroundings:
         walk.all(function, arguments)
         return found
 
+    def is_of_group(self, place: Spot, groups: Iterable[Any]) -> bool:
+        """Whether it is a number in one of these groups of parameters."""
+        return any(_holder(place)[0] is each for each in groups)
+
     def counts_for_itself(self, place: Spot) -> bool:
         """Whether only the user's code works with what is there."""
         return not place.path.startswith(
@@ -101,6 +105,8 @@ class Surroundings:
         free: dict[object, set[Any]] = {}
         for place in loose:
             free.setdefault(home(place.container), set()).add(place.key)
+            container, key = _holder(place)
+            free.setdefault(home(container), set()).add(key)
         kept = [each for home, each in self.containers.items() if home not in self.moving]
         return Guards(kept, free)
 
@@ -164,10 +170,18 @@ class Guards:
                     yield container, key, path if is_variable else f"{path}[{key!r}]"
 
 
+def _holder(place: Spot) -> tuple[Any, Any]:
+    """The container that has the number, or that has its tuple, and the key there."""
+    within = place.container.within if isinstance(place.container, _Variable) else None
+    return within or (place.container, place.key)
+
+
 def same(now: Any, before: Any) -> bool:
     """Whether it is the same object, or a number, truth or text that cannot be told from it."""
     if now is before:
         return True
+    if type(now) is tuple and type(before) is tuple:
+        return len(now) == len(before) and all(map(same, now, before))
     if type(now) is not type(before) or not isinstance(now, SCALARS):
         return False
     if isinstance(now, float):
@@ -353,6 +367,8 @@ class _Walk:
             self._move(value, attributes, path)
         if isinstance(value, self._torch.optim.Optimizer):
             self._found.groups += value.param_groups
+            for group in value.param_groups:
+                self._pairs(group, path)
         self._found.containers[id(attributes)] = attributes, path
         for key, item in attributes.items():
             if key in HIDDEN and is_known:
@@ -361,6 +377,24 @@ class _Walk:
                     self._note(item, name, each, f"{path}.{name}")
             else:
                 self._note(attributes, key, item, f"{path}.{key}")
+
+    def _pairs(self, group: dict[str, Any], path: str) -> None:
+        """Numbers in tuples, as Adam's betas: schedulers make these anew."""
+
+        def read(key: str, number: int) -> Any:
+            return group[key][number]
+
+        def write(key: str, number: int, value: Any) -> None:
+            group[key] = (*group[key][:number], value, *group[key][number + 1 :])
+
+        for key, items in group.items():
+            if isinstance(items, tuple) and all(type(each) is float for each in items):
+                for number in range(len(items)):
+                    name = id(group), key, number
+                    reading = functools.partial(read, key, number)
+                    writing = functools.partial(write, key, number)
+                    variable = _Variable(name, reading, writing, within=(group, key))
+                    self._contain(variable, f"{path}.{key}[{number}]")
 
     def _move(self, scheduler: Any, attributes: dict[str, Any], path: str) -> None:
         """The lists of a scheduler, which makes them anew."""
@@ -404,10 +438,17 @@ class _Items:
 
 
 class _Variable:
-    """A variable outside of a function, as a container of one item."""
+    """A variable outside of a function, or one number of a tuple, as a container of one item."""
 
-    def __init__(self, home: object, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
-        self.home, self._read, self._write = home, read, write
+    def __init__(
+        self,
+        home: object,
+        read: Callable[[], Any],
+        write: Callable[[Any], Any],
+        *,
+        within: tuple[Any, Any] | None = None,
+    ) -> None:
+        self.home, self._read, self._write, self.within = home, read, write, within
 
     def __len__(self) -> int:
         return 1
