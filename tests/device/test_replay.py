@@ -715,6 +715,68 @@ class TestGradientsThatAreKept:
         assert replayed_like_eager(make).replayed >= 2
 
 
+class TestWhatIsKeptForTheNextCall:
+    """A hidden state that a call makes anew from the one before."""
+
+    def test_a_recurrent_network_that_goes_on(self, device) -> None:
+        class Going:
+            def __init__(self) -> None:
+                self.network = nn.LSTM(10, 6).to(device)
+                self.optimizer = torch.optim.SGD(self.network.parameters(), 0.1)
+                self.hidden: Any = None
+
+            def step(self, x: torch.Tensor) -> torch.Tensor:
+                out, hidden = self.network(x, self.hidden)
+                self.hidden = tuple(each.detach() for each in hidden)
+                loss = out.square().mean()
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                return loss.detach()
+
+        def make() -> Work:
+            work, xs = Going(), batches(device, 5, 3, 10)
+            return Work(
+                work.step,
+                lambda number: (xs[number],),
+                lambda: (work.hidden, work.network.state_dict()),
+            )
+
+        assert replayed_like_eager(make, 12).replayed >= 7
+
+    def test_a_variable_and_a_list(self, device) -> None:
+        def make() -> Work:
+            xs, last, kept = batches(device), torch.zeros(10, device=device), [None, None]
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                nonlocal last
+                kept[0] = last * 2
+                last = last * 0.5 + x.mean(0)
+                return last.sum()
+
+            return Work(step, lambda number: (xs[number],), lambda: (last, kept))
+
+        assert replayed_like_eager(make, 12).replayed >= 6
+
+    def test_what_the_user_puts_there_is_taken(self, device) -> None:
+        kept = {"last": torch.zeros(4, device=device)}
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            kept["last"] = kept["last"] + x
+            return kept["last"] * 2
+
+        replayed, x = sky.replay(step), torch.ones(4, device=device)
+        for _ in range(6):
+            replayed(x)
+        assert replayed.replayed >= 2
+        earlier = kept["last"]
+        kept["last"] = torch.full((4,), 100.0, device=device)
+        assert replayed(x).tolist() == [202.0] * 4
+        assert earlier.tolist() == [6.0] * 4
+        kept["last"] = torch.zeros(2, 4, device=device)
+        assert replayed(x).shape == (2, 4)
+
+
 class TestCounts:
     @pytest.mark.parametrize("name", COUNTED)
     def test_numbers_that_follow_from_a_count(self, device, name) -> None:

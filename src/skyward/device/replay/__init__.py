@@ -14,7 +14,7 @@ from skyward.device.core import core
 from skyward.device.replay.program import TapedCall, Unfit, plan
 from skyward.device.replay.ready import Ready
 from skyward.device.replay.recorder import Recorder, lines
-from skyward.device.replay.surroundings import SCALARS, Spot, Surroundings
+from skyward.device.replay.surroundings import Spot, Surroundings, kind_of
 from skyward.errors import ConfigurationError
 
 P = ParamSpec("P")
@@ -73,7 +73,7 @@ class Replay(Generic[P, T]):
             leaves, tree = [*args], _FLAT[len(args)]
         else:
             leaves, tree = pytree.tree_flatten((args, kwargs))
-        key = (tree, *map(_kind_of, leaves), *_mode())
+        key = (tree, *map(kind_of, leaves), *_mode())
         kind = self._kinds.get(key)
         if kind is None:
             if len(self._kinds) == KINDS_MOST:
@@ -138,30 +138,6 @@ class _Flat(dict[int, Any]):
 _FLAT = _Flat()
 
 
-def _kind_of(leaf: Any) -> Any:
-    import torch
-
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    if type(leaf) is float:
-        return float
-    # Other objects are what they are; what is in them is looked at in each call.
-    return (type(leaf), leaf) if isinstance(leaf, SCALARS) else _Same(leaf)
-
-
-class _Same:
-    """An object, which equals itself alone."""
-
-    def __init__(self, it: Any) -> None:
-        self._it = it
-
-    def __hash__(self) -> int:
-        return id(self._it)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._it is other._it
-
-
 def _mode() -> tuple[Any, ...]:
     import torch
 
@@ -186,6 +162,8 @@ class _Kind:
         """Calls that did the same, each."""
         self._varying: set[Spot] = set()
         """Numbers that were seen to change."""
+        self._renewed: list[Spot] = []
+        """Where tensors are kept that each call makes anew."""
         self._numbers: dict[Spot, Any] = {}
         """What the function has reached last."""
         self._in_vain = 0
@@ -200,7 +178,7 @@ class _Kind:
         with _recording:
             _is_recording.now = True
             try:
-                recorder = Recorder(self._function, self._varying, leaves)
+                recorder = Recorder(self._function, self._varying, self._renewed, leaves)
                 changed = self._note_numbers(recorder.surroundings)
                 result, recording = recorder.record(leaves, tree)
             finally:

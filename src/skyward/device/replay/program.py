@@ -88,6 +88,8 @@ class TapedCall:
     arguments: list[Any]
     results: list[Returned] = field(default_factory=list)
     tree: Any = None
+    renewed: Any = None
+    """The tree of the last results: what is kept for the next call."""
     updates: dict[Spot, int] = field(default_factory=dict)
     """Places whose numbers have changed, and which of the scope's they have now."""
     told: dict[str, float | int] = field(default_factory=dict)
@@ -122,6 +124,7 @@ class TapedCall:
             self.scope.conditions,
             [each for each in self.results if each.kind != "constant"],
             self.tree,
+            self.renewed,
             self.updates,
             self.hosts,
             self.replaced,

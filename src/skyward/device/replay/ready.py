@@ -14,7 +14,7 @@ from skyward.device.library import Core
 from skyward.device.replay.numbers import Leaf
 from skyward.device.replay.program import KeptProgram, Plan, TapedCall, Unfit, numbers_for
 from skyward.device.replay.recorder import Recorder
-from skyward.device.replay.surroundings import Spot, home, is_on_host, is_sky, same
+from skyward.device.replay.surroundings import Spot, home, is_on_host, is_sky, kind_of, same
 from skyward.device.replay.tape import Name, Uploaded
 
 HOST_MOST = 4 << 10
@@ -145,6 +145,9 @@ class Ready:
 
         self._core: Core = recorder.core
         self._index = recorder.index
+        self._renewed, self._kept_tree = recorder.renewed, recorder.kept_tree
+        count = len(recorder.given) - recorder.kept_tree.num_leaves
+        self._kept_kinds = [*map(kind_of, recorder.given[count:])]
         self._opening = self._core.openings[self._index]
         sample = plan.sample
         found = recorder.surroundings
@@ -198,6 +201,7 @@ class Ready:
         # What has changed once may change again, where it is known what follows from it.
         moving = {each for each in found.numbers if home(each.container) in found.moving}
         free = {leaf for leaf in plan.loose if isinstance(leaf, Spot)} | {*sample.updates} | moving
+        free |= {*self._renewed}
         self._guards = found.guards(free)
         self._constant = [
             (self._finder(leaf), value)
@@ -325,6 +329,14 @@ class Ready:
         import torch
         from torch.utils import _pytree as pytree
 
+        if self._renewed:
+            try:
+                kept, tree = pytree.tree_flatten([each.get() for each in self._renewed])
+            except LookupError:
+                return False, None
+            if tree != self._kept_tree or [*map(kind_of, kept)] != self._kept_kinds:
+                return False, None
+            leaves = [*leaves, *kept]
         if not self._fits(leaves):
             return False, None
         given = [find(leaves) for find in self._find]
@@ -359,7 +371,14 @@ class Ready:
         flat = [
             self._result(kind, at, made, inputs, leaves, computed) for kind, at in self._results
         ]
-        return True, flat[0] if self._is_single else pytree.tree_unflatten(flat, self._sample.tree)
+        if self._is_single and not self._renewed:
+            return True, flat[0]
+        count = self._sample.tree.num_leaves
+        if self._renewed:
+            kept = pytree.tree_unflatten(flat[count:], self._sample.renewed)
+            for place, value in zip(self._renewed, kept, strict=True):
+                place.set(value)
+        return True, pytree.tree_unflatten(flat[:count], self._sample.tree)
 
     def _view(self, at: int, made: list[Any], inputs: list[Any], leaves: list[Any]) -> Any:
         """One of the tensors of the program, or of those that were there before."""

@@ -65,10 +65,22 @@ lines = Lines()
 class Recorder:
     """Records one call of a function."""
 
-    def __init__(self, function: Callable[..., Any], varying: set[Spot], leaves: list[Any]) -> None:
-        self._function, self._varying, self.given = function, varying, leaves
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        varying: set[Spot],
+        renewed: list[Spot],
+        leaves: list[Any],
+    ) -> None:
+        from torch.utils import _pytree as pytree
+
+        self._function, self._varying, self._found_renewed = function, varying, renewed
+        self.renewed = [*renewed]
+        kept, self.kept_tree = pytree.tree_flatten([each.get() for each in renewed])
+        self.given = [*leaves, *kept]
+        """The arguments, and after these the tensors that the last call has left for this one."""
         self.core = core()
-        self.surroundings = Surroundings.of(function, leaves)
+        self.surroundings = Surroundings.of(function, leaves, renewed)
         self.index = -1
         self._scope = Scope()
         self._values: dict[Leaf, float | int] = {}
@@ -86,16 +98,17 @@ class Recorder:
         """What the function returns, and what it has done."""
         from torch.utils import _pytree as pytree
 
-        found = self.surroundings
+        found, count = self.surroundings, len(leaves)
+        leaves = self.given
         tensors = [*(each for each in leaves if is_sky(each)), *found.tensors.values()]
         indices = {each.device.index for each in tensors if is_sky(each)} | found.devices
         given = self._plant_arguments(leaves)
-        args, kwargs = pytree.tree_unflatten(given, tree)
+        args, kwargs = pytree.tree_unflatten(given[:count], tree)
         recording = TapedCall(tape.Tape(), self._scope, self._values, list(leaves))
         if found.problem or len(indices) != 1:
             reached = found.problem or f"{len(indices)} devices"
             recording.problem = Unfit(f"it reaches {reached}")
-            args, kwargs = pytree.tree_unflatten(leaves, tree)
+            args, kwargs = pytree.tree_unflatten(leaves[:count], tree)
             return self._function(*args, **kwargs), recording
         self.index = indices.pop()
         others = {
@@ -104,7 +117,7 @@ class Recorder:
             if each != self.index
         }
         before = self._before()
-        guards = found.guards(set())
+        guards = found.guards({*self.renewed})
         self.gradients = {path: owner.grad for path, owner in found.owners.items()}
         drawn = _random_states()
         self._versions = {path: t._version for path, t in found.tensors.items() if is_on_host(t)}
@@ -336,7 +349,8 @@ class Recorder:
         recording.schedulers = tuple(sorted(self.steps.items()))
         if self.steps and self._stepped_at != self.core.stats(self.index).operations:
             raise Unfit("it steps a scheduler before other operations; do so at the end")
-        found, now = self.surroundings, Surroundings.of(self._function, self.given)
+        found = self.surroundings
+        now = Surroundings.of(self._function, self.given, self.renewed)
         if now.problem:
             raise Unfit(f"it reaches {now.problem}")
         stepped = [found.schedulers[number] for number in self.steps]
@@ -350,6 +364,10 @@ class Recorder:
             ]
             if found.is_of_group(place, scheduled):
                 self._varying.update(numbers)
+            elif key is not None and _are_tensors(place.get()):
+                # The next recording takes it for an argument and for a result.
+                self._found_renewed.append(place)
+                raise Unfit(f"it makes {path} anew")
             elif key is None or not numbers:
                 raise Unfit(
                     f"it changes {path or 'a variable'}, which a replay would not: give what "
@@ -425,6 +443,9 @@ class Recorder:
         from torch.utils import _pytree as pytree
 
         flat, recording.tree = pytree.tree_flatten(result)
+        renewed, recording.renewed = pytree.tree_flatten([each.get() for each in self.renewed])
+        count = len(flat)
+        flat += renewed
         noted = recording.tape
         names = {slot: name for name, slot in noted.slots.items() if name[0] != "made"}
         names |= {slot: name for name, slot in noted.slots.items() if name in noted.living}
@@ -486,7 +507,7 @@ class Recorder:
             )
         kept |= {read.storage for read in noted.reads}
         self._check_living(recording, kept)
-        return pytree.tree_unflatten(list(map(plain, flat)), recording.tree)
+        return pytree.tree_unflatten(list(map(plain, flat[:count])), recording.tree)
 
     def _check_living(self, recording: TapedCall, kept: set[Name]) -> None:
         """What was made and still lives has to be known: somebody may look at it."""
@@ -506,6 +527,13 @@ class Recorder:
                     "torch.no_grad())",
                     step.line,
                 )
+
+
+def _are_tensors(value: Any) -> bool:
+    """Whether it is a tensor of a device, or a list or tuple of such."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_are_tensors, value))
+    return is_sky(value)
 
 
 def _is_host(leaf: Any) -> bool:

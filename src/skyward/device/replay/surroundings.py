@@ -83,10 +83,12 @@ class Surroundings:
     """What is reached and cannot be followed."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], arguments: Iterable[Any]) -> Surroundings:
-        """Look at what a function reaches, and its arguments."""
+    def of(
+        cls, function: Callable[..., Any], arguments: Iterable[Any], but: Iterable[Spot] = ()
+    ) -> Surroundings:
+        """Look at what a function reaches, and its arguments; but for what is in some places."""
         found = cls()
-        walk = _Walk(found)
+        walk = _Walk(found, {(home(each.container), each.key) for each in but})
         walk.all(function, arguments)
         return found
 
@@ -192,10 +194,10 @@ def same(now: Any, before: Any) -> bool:
 class _Walk:
     """Follows objects from one to the next, each once."""
 
-    def __init__(self, found: Surroundings) -> None:
+    def __init__(self, found: Surroundings, but: set[tuple[object, Any]]) -> None:
         import torch
 
-        self._found, self._torch = found, torch
+        self._found, self._but, self._torch = found, but, torch
         self._seen: dict[object, Any] = {}
         """With the objects: else another one could come to have the number of one that is gone."""
         self._stateful = (
@@ -338,6 +340,8 @@ class _Walk:
             self._note(container, key, value, path if isinstance(container, _Variable) else here)
 
     def _note(self, container: Any, key: Any, value: Any, path: str) -> None:
+        if (home(container), key) in self._but:
+            return
         if isinstance(value, SCALARS):
             if not isinstance(container, _Items):
                 self._found.numbers[Spot(container, key, path)] = value
@@ -507,6 +511,31 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             yield from _names_in(each)
+
+
+def kind_of(leaf: Any) -> Any:
+    """What a program takes for granted of an argument."""
+    import torch
+
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    if type(leaf) is float:
+        return float
+    # Other objects are what they are; what is in them is looked at in each call.
+    return (type(leaf), leaf) if isinstance(leaf, SCALARS) else _Same(leaf)
+
+
+class _Same:
+    """An object, which equals itself alone."""
+
+    def __init__(self, it: Any) -> None:
+        self._it = it
+
+    def __hash__(self) -> int:
+        return id(self._it)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._it is other._it
 
 
 def is_tensor(leaf: Any) -> bool:
