@@ -300,6 +300,10 @@ class Core:
         """Have the worker forget a program."""
         self._library.sky_drop_program(ctypes.c_int64(number))
 
+    def finds_unchanged(self, number: int) -> bool:
+        """Whether the tensors that a program watches are as they were."""
+        return bool(self._library.sky_finds_unchanged(ctypes.c_int64(number)))
+
     def seed(self, index: int, seed: int) -> None:
         """Seed the worker's own generator."""
         self._call("sky_seed", index, ctypes.c_uint64(seed & (1 << 64) - 1))

@@ -303,6 +303,19 @@ class KeptProgram:
         found: list[Any] = self._replay(self._number, inputs, reals, integers)
         return found
 
+    def watch(self, tensors: list[Any], sharers_most: list[int]) -> None:
+        """Look at these in `finds_unchanged`; who runs the program has them as long as it does.
+
+        So many tensors may be over the storage of each, or any number if it is -1.
+        """
+        import torch
+
+        torch.ops.skyward.watch.default(self._number, tensors, sharers_most)
+
+    def finds_unchanged(self) -> bool:
+        """Whether these tensors are as they were."""
+        return self._core.finds_unchanged(self._number)
+
     def drop(self) -> None:
         """Have the worker forget it."""
         self._core.drop_program(self._number)

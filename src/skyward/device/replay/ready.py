@@ -83,55 +83,60 @@ def _let_go(program: KeptProgram, tensors: list[int]) -> None:
 
 
 class _Carried:
-    """A gradient in whose memory the next one is made: the user may not have kept it."""
+    """Gradients in whose memory the next ones are made: the user may not have kept them."""
 
-    def __init__(self, owner: Any, gradient: Any, own: list[Any]) -> None:
-        self._owner, self._gradient = owner, gradient
-        self._storage = gradient.untyped_storage()
-        self._address = self._storage._cdata
-        tensors = {id(each): each for each in [*own, gradient]}.values()
-        self._over_it = [each.untyped_storage()._cdata for each in tensors].count(self._address)
+    def __init__(self, owners: list[Any], gradients: list[Any], own: list[Any]) -> None:
+        self._owners, self._gradients = owners, gradients
+        # Asking for one adds a reference to it, so all are asked for now.
+        self._storages = [each.untyped_storage() for each in gradients]
+        over = collections.Counter(
+            each.untyped_storage()._cdata
+            for each in {id(t): t for t in [*own, *gradients]}.values()
+        )
+        self.sharers = [over[each._cdata] for each in self._storages]
+        """How many tensors of the program's are over the storage of each."""
 
-    def references(self) -> int:
-        """How often the tensor is referred to, besides by programs' lists."""
-        return sys.getrefcount(self._gradient) - _held.get(id(self._gradient), 0)
+    def references(self) -> list[int]:
+        """How often each is referred to."""
+        return [*map(sys.getrefcount, self._gradients)]
 
-    def sharers(self) -> int:
-        """How many tensors are over its memory besides the program's own."""
-        import torch
-
-        count: int = torch._C._storage_Use_Count(self._address)
-        return count - self._over_it
-
-    def is_kept(self) -> bool:
-        """Whether somebody has it, or another tensor over its memory."""
-        references, sharers = _unkept(self._owner.grad is self._gradient)
-        return self.references() > references or self.sharers() > sharers
+    def are_kept(self) -> bool:
+        """Whether somebody has one of them."""
+        there, away = _references(is_there=True), _references(is_there=False)
+        return any(
+            count > _held[id(gradient)] + (there if owner.grad is gradient else away)
+            for count, owner, gradient in zip(
+                self.references(), self._owners, self._gradients, strict=True
+            )
+        )
 
 
 @functools.cache
-def _unkept(is_there: bool) -> tuple[int, int]:
-    """The references and sharers of a gradient that nobody keeps, if its tensor has it or not."""
+def _references(*, is_there: bool) -> int:
+    """How often a gradient that nobody keeps is referred to, if its tensor has it or not."""
     import torch
 
     owner = torch.zeros(1, requires_grad=True)
     owner.grad = torch.zeros(1)
-    carried = _Carried(owner, owner.grad, [])
+    carried = _Carried([owner], [owner.grad], [])
     if not is_there:
         owner.grad = None
-    return carried.references(), carried.sharers()
+    return carried.references()[0] - 1  # its own
 
 
-def _described(tensor: Any) -> tuple[Any, ...]:
-    """What a program takes for granted of a tensor of the device, besides its contents."""
-    return (
-        tensor.data_ptr(),
-        tensor.requires_grad,
-        tensor.shape,
-        tensor.stride(),
-        not tensor._backward_hooks,
-        not tensor._post_accumulate_grad_hooks,
-    )
+@functools.cache
+def _sharers() -> int:
+    """How often the storage of a tensor is referred to that was asked for, besides by tensors."""
+    import torch
+
+    tensor = torch.zeros(1)
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1
+
+
+def _hooks(tensor: Any) -> tuple[bool, bool]:
+    return not tensor._backward_hooks, not tensor._post_accumulate_grad_hooks
 
 
 class Ready:
@@ -209,7 +214,9 @@ class Ready:
             if leaf not in plan.loose and not isinstance(leaf, Spot)
         ]
         self._device_tensors = [each for each in self._tensors.values() if is_sky(each)]
-        self._described = [*map(_described, self._device_tensors)]
+        # Others have none.
+        self._hooked = [each for each in self._device_tensors if each.requires_grad]
+        self._hooks = [*map(_hooks, self._hooked)]
         # Gradients that are there after a replay, in memory that stays, or that are not.
         self._remade = [
             (found.owners[path], found.owners[path].grad)
@@ -281,12 +288,13 @@ class Ready:
             *(gradient for _, gradient in self._remade),
         ]
         own = [each for each in own if each is not None]
-        self._carried = [
-            _Carried(owner, gradient, own)
-            for owner, gradient in self._remade
-            if gradient is not None
-        ]
-        held = [*map(id, own)]
+        remade = [each for each in self._remade if each[1] is not None]
+        gradients = [gradient for _, gradient in remade]
+        self._carried = _Carried([owner for owner, _ in remade], gradients, own)
+        most = [_sharers() + count for count in self._carried.sharers]
+        anyhow = [-1] * len(self._device_tensors)
+        self.program.watch([*self._device_tensors, *gradients], [*anyhow, *most])
+        held = [*map(id, own), *map(id, gradients)]
         _held.update(held)
         weakref.finalize(self, _let_go, self.program, held)
         self._is_single = sample.tree == pytree.tree_structure(0)
@@ -307,7 +315,8 @@ class Ready:
         return (
             self._core.openings[self._index] == self._opening
             and self._guards.hold()
-            and [*map(_described, self._device_tensors)] == self._described
+            and self.program.finds_unchanged()
+            and [*map(_hooks, self._hooked)] == self._hooks
             and all(a.grad is b for (_, a), b in zip(self._owners, self._gradients, strict=True))
             and all((each.grad is None) is is_none for each, is_none in self._other_gradients)
             and [each._version for each in self._host_tensors] == self._host_versions
@@ -316,7 +325,7 @@ class Ready:
             and all(same(find(leaves), value) for find, value in self._constant)
             and all(torch.equal(leaves[number], each) for number, each in self._given_on_host)
             and self._are_apart(leaves)
-            and not any(each.is_kept() for each in self._carried)
+            and not self._carried.are_kept()
         )
 
     def _are_apart(self, leaves: list[Any]) -> bool:

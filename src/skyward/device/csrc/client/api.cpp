@@ -314,6 +314,8 @@ int sky_add_program(int index, const char* content, uint64_t size, int64_t* numb
 
 void sky_drop_program(int64_t number) { sky::drop_program(number); }
 
+int sky_finds_unchanged(int64_t number) { return sky::finds_unchanged(number); }
+
 // For tests: random arguments as they are written, and what they are. The answers stay until the next call.
 int sky_probe(int index, uint64_t seed, uint32_t count, const char** definition, uint64_t* definition_size,
               const char** payload, uint64_t* payload_size, const char** text) {

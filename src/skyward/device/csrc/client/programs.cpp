@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
@@ -194,6 +195,35 @@ std::vector<at::Tensor> Program::run(const std::vector<at::Tensor>& inputs, cons
   return tensors;
 }
 
+void Program::watch(const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& sharers_most) {
+  SKY_CHECK(tensors.size() == sharers_most.size(), tensors.size(), " tensors and ", sharers_most.size(), " counts");
+  watched_.clear();
+  for (size_t i = 0; i < tensors.size(); i++) {
+    auto* impl = tensors[i].unsafeGetTensorImpl();
+    watched_.push_back(
+        {impl, impl->data(), impl->requires_grad(), impl->sizes().vec(), impl->strides().vec(), sharers_most[i]});
+  }
+}
+
+bool Program::finds_unchanged() const {
+  return std::all_of(watched_.begin(), watched_.end(), [](auto& each) {
+    return each.tensor->has_storage() && each.tensor->data() == each.data &&
+           each.tensor->requires_grad() == each.requires_grad && each.tensor->sizes() == each.sizes &&
+           each.tensor->strides() == each.strides &&
+           (each.sharers_most < 0 || each.tensor->storage().use_count() <= static_cast<size_t>(each.sharers_most));
+  });
+}
+
+namespace {
+
+std::shared_ptr<Program> program_at(int64_t number) noexcept {
+  std::lock_guard lock(programs_mutex);
+  auto found = programs.find(number);
+  return found == programs.end() ? nullptr : found->second;
+}
+
+}  // namespace
+
 int64_t add_program(Session& session, std::string_view content) {
   Reader r(content.data(), content.size());
   auto made = std::make_shared<Program>(session, r);
@@ -212,26 +242,38 @@ void drop_program(int64_t number) noexcept {
   }
 }
 
+bool finds_unchanged(int64_t number) noexcept {
+  auto program = program_at(number);
+  return program && program->finds_unchanged();
+}
+
 namespace {
 
 // skyward::replay(int program, Tensor[] inputs, float[] reals, int[] integers) -> Tensor[]
 void replay(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   auto args = torch::jit::last(*stack, 4);
-  std::shared_ptr<Program> program;
-  {
-    std::lock_guard lock(programs_mutex);
-    auto found = programs.find(args[0].toInt());
-    SKY_CHECK(found != programs.end(), "no program has the number ", args[0].toInt());
-    program = found->second;
-  }
+  auto program = program_at(args[0].toInt());
+  SKY_CHECK(program, "no program has the number ", args[0].toInt());
   auto results = program->run(args[1].toTensorVector(), args[2].toDoubleVector(), args[3].toIntVector());
   torch::jit::drop(*stack, 4);
   torch::jit::push(*stack, c10::List<at::Tensor>(std::move(results)));
 }
 
+// skyward::watch(int program, Tensor[] tensors, int[] sharers_most) -> ()
+void watch(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  auto args = torch::jit::last(*stack, 3);
+  auto program = program_at(args[0].toInt());
+  SKY_CHECK(program, "no program has the number ", args[0].toInt());
+  program->watch(args[1].toTensorVector(), args[2].toIntVector());
+  torch::jit::drop(*stack, 3);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(skyward, m) {
+  m.def("watch(int program, Tensor[] tensors, int[] sharers_most) -> ()");
+  m.impl("watch", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
+                                  torch::CppFunction::makeFromBoxedFunction<&watch>()));
   m.def("replay(int program, Tensor[] inputs, float[] reals, int[] integers) -> Tensor[]");
   m.impl("replay", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
                                    torch::CppFunction::makeFromBoxedFunction<&replay>()));

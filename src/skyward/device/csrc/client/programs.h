@@ -34,6 +34,15 @@ struct ResultTensor {
   int64_t offset;
 };
 
+// A tensor that a function reaches, as it was when it was recorded. It lives as long as what runs the program.
+struct Watched {
+  const c10::TensorImpl* tensor;
+  const void* data;
+  bool requires_grad;
+  std::vector<int64_t> sizes, strides;
+  int64_t sharers_most;  // over its storage, if it is to be the program's alone; else -1
+};
+
 class Program {
  public:
   // As `replay/program.py` writes it.
@@ -43,6 +52,9 @@ class Program {
 
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const std::vector<double>& reals,
                               const std::vector<int64_t>& integers);
+
+  void watch(const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& sharers_most);
+  bool finds_unchanged() const;
 
  private:
   std::string written(const std::vector<double>& reals, const std::vector<int64_t>& integers) const;
@@ -56,10 +68,12 @@ class Program {
   std::vector<ProgramInput> inputs_;
   std::vector<ProgramResult> results_;
   std::vector<ResultTensor> tensors_;
+  std::vector<Watched> watched_;
 };
 
 // By their numbers.
 int64_t add_program(Session& session, std::string_view content);
 void drop_program(int64_t number) noexcept;
+bool finds_unchanged(int64_t number) noexcept;
 
 }  // namespace sky
