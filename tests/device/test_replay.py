@@ -1168,3 +1168,31 @@ class TestSurroundings:
         for x in batches(device)[:5]:
             assert torch.equal(step(x).cpu(), x.cpu() * 2)
         assert step.replayed == 0
+
+
+def test_what_another_thread_reads_meanwhile_is_no_part_of_a_recording(
+    device: torch.device,
+) -> None:
+    x, reads, may_go_on = torch.ones(4).to(device), threading.Event(), threading.Event()
+
+    def read() -> None:
+        while not may_go_on.is_set():
+            assert x.sum().item() == 4.0
+            assert torch.ones(1).item() == 1.0
+            reads.set()
+
+    @sky.replay
+    def step(y: torch.Tensor) -> torch.Tensor:
+        reads.clear()
+        reads.wait(10)
+        return y * 2
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for number in range(6):
+            assert step(torch.full((4,), float(number)).to(device)).tolist() == [2 * number] * 4
+    finally:
+        may_go_on.set()
+        thread.join()
+    assert step.replayed

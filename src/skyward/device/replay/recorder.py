@@ -9,6 +9,7 @@ import gc
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -264,10 +265,12 @@ class Recorder:
         import torch
 
         known = {id(each): path for path, each in self.surroundings.tensors.items()}
-        recorder = self
+        recorder, mine = self, threading.get_ident()
 
         def item(self: Any) -> Any:
             value = torch._C.TensorBase.item(self)
+            if threading.get_ident() != mine:
+                return value
             if self.device.type == "sky":
                 recorder._items.append(recorder._leaf(("read", len(recorder._items)), value))
                 return recorder._items[-1]
@@ -280,7 +283,7 @@ class Recorder:
 
         def looking(name: str) -> Callable[..., Any]:
             def look(self: Any, *arguments: Any, **options: Any) -> Any:
-                if self.device.type == "cpu":
+                if self.device.type == "cpu" and threading.get_ident() == mine:
                     recorder._looks_at_host = name
                 return getattr(torch._C.TensorBase, name)(self, *arguments, **options)
 
