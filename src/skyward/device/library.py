@@ -157,6 +157,8 @@ class Core:
         self._properties: dict[int, DeviceProperties] = {}
         self.openings = [0] * DEVICES_MAX
         """How often each index was opened: a worker knows nothing of what an earlier one knew."""
+        self._state_sizes: dict[int, int] = {}
+        """How many bytes the states of generators have."""
         self._whereabouts: dict[int, Whereabouts] = {}
         self._on_wire: dict[int, Callable[[], int]] = {}
         self.chosen: int | None = None
@@ -310,10 +312,13 @@ class Core:
 
     def rng_state(self, index: int) -> bytes:
         """The state of the worker's own generator."""
-        size = ctypes.c_uint64()
-        self._call("sky_get_state", index, None, ctypes.byref(size))
+        size = ctypes.c_uint64(self._state_sizes.get(index, 0))
         state = ctypes.create_string_buffer(size.value)
         self._call("sky_get_state", index, state, ctypes.byref(size))
+        if size.value != len(state):
+            self._state_sizes[index] = size.value
+            state = ctypes.create_string_buffer(size.value)
+            self._call("sky_get_state", index, state, ctypes.byref(size))
         return state.raw
 
     def set_rng_state(self, index: int, state: bytes) -> None:
