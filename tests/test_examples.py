@@ -101,6 +101,11 @@ TELLING = {
         r"replayed: loss 2\.\d+ -> 0\.\d+, \d+\.\d+ ms a step\n  29\d of 300 steps were one",
         r"The same weights, bit for bit: True",
     ],
+    "generate_text": [
+        r"qrstuvwxyzabcdef.*\na cache that grows: \d+\.\d ms a token, \d{3} waits",
+        r"qrstuvwxyzabcdef.*\na static cache: \d+\.\d ms a token, \d waits for the device",
+        r"The alphabet, each time: True",
+    ],
     "compile_gpt": [
         r"Operation by operation:\n  first step: loss=(\d+\.\d+), ",
         r"Compiled by the worker:\n  first step: loss=\d+\.\d+, ",
@@ -182,6 +187,7 @@ NEEDS = {
     "device_function": ["torch", "sklearn"],
     "jax_psum": ["jax", "sklearn"],
     "keras_digits": ["keras", "jax", "sklearn"],
+    "generate_text": ["torch", "transformers"],
     "hf_trainer": ["torch", "transformers", "datasets", "accelerate"],
 }
 
@@ -189,6 +195,7 @@ NEEDS = {
 NEEDS_COMPILER = {
     "device_mnist",
     "device_function",
+    "generate_text",
     "grpo_sync",
     "model_store",
     "profile_training",
@@ -203,6 +210,7 @@ LONG = {
     "ddp_mnist",
     "device_function",
     "device_mnist",
+    "generate_text",
     "grid_search",
     "grpo_sync",
     "hf_trainer",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from skyward.device import recovery, remembered
+from skyward.device import generation, recovery, remembered
 from skyward.device.core import core
 from skyward.device.library import DeviceProcess
 from skyward.device.meeting import BACKLOGS, ON_ONE_HOST, Whereabouts
@@ -62,6 +62,7 @@ class Device:
             process = DeviceProcess(
                 tuple(ways), shares_memory, on_cpu, self._where, properties, whereabouts
             )
+            generation.install()
             if again is None:
                 self.index = core().open(process)
             else:
