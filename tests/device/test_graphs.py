@@ -202,7 +202,16 @@ def test_a_message_that_is_none_costs_the_worker_nothing(device: torch.device) -
 
 
 @pytest.mark.parametrize(
-    "text", ["__import__('os')", "s0.real", "[s0]", "unknown", "s0 if s0 else 1"]
+    "text",
+    [
+        "os.system(s0)",
+        "math.exp(s0)",
+        "__import__('os')",
+        "s0.real",
+        "[s0]",
+        "unknown",
+        "s0 if s0 else 1",
+    ],
 )
 def test_a_size_is_arithmetic_and_nothing_else(text: str) -> None:
     import sympy
@@ -217,6 +226,8 @@ def test_a_size_is_arithmetic_and_nothing_else(text: str) -> None:
         *[("2*s0 + 1", 15), ("(s0//2)", 3), ("Max(s0, 9)", 9), ("-s0 + 8", 1)],
         *[("32*CeilToInt(IntTrueDiv(s0, 32))", 32), ("FloorToInt(1.5*ToFloat(s0))", 10)],
         *[("TruncToInt(IntTrueDiv(s0, 2))", 3), ("CeilToInt(FloatTrueDiv(ToFloat(s0), 2.0))", 4)],
+        *[("8*max(1, 32*math.ceil(s0 / 32))", 256), ("min(s0, math.floor(1.5 * s0 / 2))", 5)],
+        *[("abs(-s0) ** 2", 49), ("math.trunc(float(s0) / 2)", 3)],
     ],
 )
 def test_sizes_are_computed_as_they_are_written(text: str, value: int) -> None:

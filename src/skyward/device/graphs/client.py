@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from skyward.device import operators
-from skyward.device.graphs import promises
+from skyward.device.graphs import calls, promises
 from skyward.device.graphs.promises import Promises, UnknownError
 from skyward.device.graphs.sizes import Following, expression_of
 from skyward.device.graphs.text import (
@@ -44,9 +44,11 @@ def compile_fx(
     """
     import torch._functorch.config as functorch
 
+    compiler = _Compiler(core)
     # Its cache keeps code, and there is none here; the worker has a cache of its own.
     with functorch.patch(enable_autograd_cache=False):
-        return original(model, inputs, inner_compile=_Compiler(core), **given)
+        made = original(model, inputs, inner_compile=compiler, **given)
+    return calls.short(made, core, compiler.shipped)
 
 
 class _Compiler:
@@ -54,13 +56,16 @@ class _Compiler:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self.shipped: list[_Shipped] = []
 
     def __call__(self, graph: Any, inputs: Sequence[Any], **options: Any) -> Any:
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():
             try:
-                return _output_code(_Shipped(self._core, graph, inputs, options), inputs)
+                shipped = _Shipped(self._core, graph, inputs, options)
+                self.shipped.append(shipped)
+                return _output_code(shipped, inputs)
             except CannotShipError as problem:
                 why = f"it has {problem}"
             except RuntimeError as problem:
@@ -98,14 +103,15 @@ class _Shipped:
         shipping_library()
         self._run = torch.ops.skyward.run.default
         self._dropping: Any = None
+        self.is_used = False
         self._core = core
         self._device = _device_of(graph, inputs)
         writer = Writer(self._device)
         shape = _Shape(writer, graph, inputs)
         self._read, self._written, self._numbers = shape.read, shape.written, shape.numbers
-        self._places, self._sizes = shape.places, shape.sizes
+        self._places, self.sizes = shape.places, shape.sizes
         cudagraphs = options.get("cudagraphs")
-        self._generation = _generations() if cudagraphs else int
+        self.generation = _generations() if cudagraphs else int
         message = ShippedGraph(
             number=next(_numbers),
             nodes=[*shape.inputs, *writer.nodes(graph), shape.output],
@@ -121,32 +127,38 @@ class _Shipped:
             cudagraphs=bool(cudagraphs),
             libraries=_libraries(graph),
         )
-        self._number, self._is_backward = message.number, message.is_backward
+        self.number, self.is_backward = message.number, message.is_backward
+        self.ends = shape.ends(options)
         self._message = msgspec.msgpack.encode(message)
         answer = self._ship()
         self._say_instead(answer)
         self.strides = answer.strides if not answer.instead else None
-        self._promises = self._promised(shape)
-        if self._promises is not None and not self._numbers:
-            self._promises.make(())
+        self.promises = self._promised(shape)
+        if self.promises is not None and not self._numbers:
+            self.promises.make(())
+
+    def promise(self, numbers: Sequence[int]) -> None:
+        """See that the core knows what a call with these sizes returns."""
+        if numbers and self.promises is not None:
+            self.promises.make(numbers)
 
     def _ship(self) -> Compiled:
         import torch
 
         start = time.monotonic()
-        self._opening = self._core.openings[self._device.index]
+        self.opening = self._core.openings[self._device.index]
         message = torch.frombuffer(bytearray(self._message), dtype=torch.uint8)
         with torch.no_grad():
-            self._token = torch.ops.skyward.ship.default(message.to(self._device))
+            self.token = torch.ops.skyward.ship.default(message.to(self._device))
         if self._dropping is not None:
             self._dropping.detach()  # the worker that had the graph is gone
-        self._dropping = weakref.finalize(self, _drop, self._token, self._number)
+        self._dropping = weakref.finalize(self, _drop, self.token, self.number)
         self._dropping.atexit = False
-        answer = msgspec.msgpack.decode(bytes(self._token.cpu().tolist()), type=Compiled)
+        answer = msgspec.msgpack.decode(bytes(self.token.cpu().tolist()), type=Compiled)
         _log.info(
             "graph %d (%s, %d bytes): %.1f s on the worker of %s%s",
-            self._number,
-            "backward" if self._is_backward else "forward",
+            self.number,
+            "backward" if self.is_backward else "forward",
             len(self._message),
             time.monotonic() - start,
             self._device,
@@ -165,8 +177,8 @@ class _Shipped:
         """Give the graph to the new worker of a device that was opened again."""
         answer = self._ship()
         self._say_instead(answer)
-        if self._promises is not None:
-            self._promises.begin_again()
+        if self.promises is not None:
+            self.promises.begin_again()
         if self.strides is None or answer.instead or answer.strides == self.strides:
             return
         # Graphs that take the results were compiled for the strides that the first worker told.
@@ -174,8 +186,8 @@ class _Shipped:
             f"the new worker of {self._device} lays out the results of a compiled graph in another "
             "way than the worker that it was compiled for"
         )
-        if self._promises is None:
-            self._opening = -1  # the next call finds the same
+        if self.promises is None:
+            self.opening = -1  # the next call finds the same
             raise DeviceError(
                 f"{what}; call torch.compiler.reset(), and compile the function again"
             )
@@ -190,25 +202,25 @@ class _Shipped:
             return None
         strides = [self.strides[at] for at in shape.made]
         try:
-            return Promises(self._number, shape.given, shape.results, strides)
+            return Promises(self.number, shape.given, shape.results, strides)
         except UnknownError:
             return None
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        if self._core.openings[self._device.index] != self._opening:
+        if self._core.openings[self._device.index] != self.opening:
             self._ship_again()
         numbers = [inputs[i] for i in self._numbers]
-        if numbers and self._promises is not None:
-            self._promises.make(numbers)
+        self.promise(numbers)
+        self.is_used = True
         made = self._run(
-            self._token,
-            self._number,
-            self._generation(),
+            self.token,
+            self.number,
+            self.generation(),
             [inputs[i] for i in self._read],
             [inputs[i] for i in self._written],
             numbers,
         )
-        found = [*made, *inputs, *self._sizes(numbers)]
+        found = [*made, *inputs, *self.sizes(numbers)]
         inputs.clear()
         return [None if at is None else found[at] for at in self._places]
 
@@ -221,7 +233,7 @@ def _drop(token: Any, number: int) -> None:
     # device that is gone has taken its worker's graphs along.
     with _disable_current_modes(), contextlib.suppress(RuntimeError):
         promises.forget(number)
-        torch.ops.skyward.drop.default(token, number)
+        torch.ops.skyward.leave.default(token, number)
 
 
 class _Shape:
@@ -250,6 +262,8 @@ class _Shape:
             self.inputs.append(GraphNode("input", place.name, content=content))
         sent = [*self.read, *self.written, *self.numbers]
         self.order = [sent.index(at) for at in range(len(places))]
+        self.names = [place.name for place in places]
+        self.dense = [_is_dense(value) for value in inputs]
         self.given = [inputs[at] for at in self.numbers]
         self.sizes = Following(self.given)
         self._results(writer, graph, places)
@@ -260,6 +274,7 @@ class _Shape:
         """
         output = next(node for node in graph.graph.nodes if node.op == "output")
         results = list(output.args[0])
+        self.result_names = [getattr(result, "name", None) for result in results]
         self.visible = output.meta.get("user_visible_output_idxs", ())
         self.output = GraphNode("output", "output", args=writer.value(tuple(results)))
         tensors = [node for node in results if _is_tensor(node) and node not in inputs]
@@ -285,6 +300,38 @@ class _Shape:
                         f"the result {wanted}, which does not follow from its sizes"
                     )
                 self.places.append(len(self.outputs) + len(inputs) + size)
+
+    def ends(self, options: dict[str, Any]) -> calls.Ends:
+        """What a call without AOTAutograd's Python goes by."""
+        from torch._guards import TracingContext
+
+        context = TracingContext.try_get()
+        return calls.Ends(
+            inputs=self.names,
+            dense=self.dense,
+            read=self.read,
+            written=self.written,
+            numbers=self.numbers,
+            results=self.result_names,
+            places=self.places,
+            made=len(self.outputs),
+            metadata=getattr(context, "fw_metadata", None),
+            is_recorded=bool(options.get("cudagraphs")),
+        )
+
+
+def _is_dense(value: Any) -> bool:
+    """Whether a traced tensor is contiguous for all sizes, so that any other can be made so."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return False
+    expected = expression_of(1)
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if expression_of(size) != 1 and expression_of(stride) != expected:
+            return False
+        expected = expected * expression_of(size)
+    return True
 
 
 def _is_tensor(node: Any) -> bool:

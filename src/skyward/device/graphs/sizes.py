@@ -28,6 +28,17 @@ FUNCTIONS = (
 )
 """What sizes are computed with, besides the signs of arithmetic. Attention on a GPU has results of
 `32*CeilToInt(IntTrueDiv(s0, 32))` rows."""
+PYTHONS = {
+    "max": "Max",
+    "min": "Min",
+    "abs": "Abs",
+    "float": "ToFloat",
+    "round": "RoundToInt",
+    "math.ceil": "CeilToInt",
+    "math.floor": "FloorToInt",
+    "math.trunc": "TruncToInt",
+}
+"""The same in Python, as the compiler writes the strides of results that its code has."""
 KNOWN_MAX = 256
 """For how many different sizes a graph keeps what follows from them."""
 
@@ -49,9 +60,16 @@ def parsed(text: str, symbols: Mapping[str, Any]) -> Any:
                 return -value(operand)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in binary:
                 return binary[type(op)](value(left), value(right))
-            case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in FUNCTIONS:
-                made = getattr(functions, name, None) or getattr(sympy, name)
-                return made(*map(value, given))
+            case ast.BinOp(left=left, op=ast.Div(), right=right):
+                parts = value(left), value(right)
+                are_whole = all(part.is_integer for part in parts)
+                return (functions.IntTrueDiv if are_whole else functions.FloatTrueDiv)(*parts)
+            case ast.Call(func=func, args=given, keywords=[]):
+                written = ast.unparse(func)
+                name = PYTHONS.get(written, written)
+                if name in FUNCTIONS:
+                    made = getattr(functions, name, None) or getattr(sympy, name)
+                    return made(*map(value, given))
         raise ValueError(f"a size cannot be {text!r}")
 
     binary: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
