@@ -72,6 +72,8 @@ def short(made: Callable[..., Any], core: Any, shipped: Sequence[Shipped]) -> Ca
     The first call is AOTAutograd's: it compiles the backward graph when that is wanted first.
     `shipped` are the graphs of the function, as far as they are compiled.
     """
+    from torch._dynamo import compiled_autograd as other_autograd
+
     plan: _Plan | None = None
     is_settled = False
 
@@ -92,6 +94,9 @@ def short(made: Callable[..., Any], core: Any, shipped: Sequence[Shipped]) -> Ca
     @functools.wraps(made)
     def call(*given: Any) -> Any:
         nonlocal plan
+        # It traces what AOTAutograd has made, and cannot look into a node of the core.
+        if getattr(other_autograd, "compiled_autograd_enabled", False):
+            return made(*given)
         if plan is None or core.openings[plan.device] != plan.opening:
             if plan is not None or not is_settled:
                 plan = found(len(given))
@@ -128,6 +133,8 @@ class _Plan:
         results = ends.places[:users]
         if len(results) != users or any(at is None or at >= ends.made for at in results):
             raise _LongerError
+        if len(set(results)) != users:
+            raise _LongerError  # one tensor returned twice
         differentiable = [
             int(backward is not None and info.requires_grad) for info in metadata.output_info
         ]

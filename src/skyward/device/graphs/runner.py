@@ -357,17 +357,20 @@ class _Example:
         return lambda sizes: bool(self._environment.evaluate_guards_expression(code, sizes))
 
     def strides(self, written: Any) -> list[list[str] | None]:
-        """The strides of results, in the client's symbols."""
+        """The strides of results, in the client's symbols, as Python: the tracer runs them."""
         import sympy  # type: ignore[import-untyped]
+        from torch.utils._sympy.printers import PythonPrinter
 
         if written is None:
             return []
         ours = {str(symbol): symbol for symbol in self._symbols.values()}
-        theirs = {symbol: sympy.Symbol(name) for name, symbol in self._symbols.items()}
+        theirs = {
+            symbol: sympy.Symbol(name, integer=True) for name, symbol in self._symbols.items()
+        }
 
         def told(stride: str) -> str:
             if stride.isdigit():
                 return stride
-            return str(parsed(stride, ours).xreplace(theirs))
+            return str(PythonPrinter().doprint(parsed(stride, ours).xreplace(theirs)))
 
         return [None if one is None else [told(stride) for stride in one] for one in written]

@@ -11,6 +11,7 @@ from skyward.device.graphs import backend, client
 from skyward.device.libraries import Choice, wrap
 from skyward.errors import DeviceError
 
+NOT_TRACED = "compiled_args not implemented: CompiledFunctionOfSkyward"
 NO_STREAM = "opt_ready_stream && opt_parent_stream"
 """What the engine asserts of a gradient's streams; it looks for streams of one accelerator only."""
 
@@ -34,6 +35,13 @@ def _autograd(module: ModuleType, choice: Choice) -> None:
             try:
                 return original(outputs, *args, **kwargs)
             except RuntimeError as problem:
+                if NOT_TRACED in str(problem):
+                    raise DeviceError(
+                        "compiled autograd cannot trace the backward pass of a compiled function "
+                        "that was called before it was switched on; call the function within "
+                        "torch._dynamo.compiled_autograd, too, or set "
+                        "torch._dynamo.config.compiled_autograd before the call"
+                    ) from problem
                 if NO_STREAM not in str(problem):
                     raise
                 devices = [str(getattr(output, "device", "cuda")) for output in outputs]

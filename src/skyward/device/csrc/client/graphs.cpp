@@ -93,8 +93,9 @@ struct Known {
 };
 
 std::mutex plans_mutex;
-std::unordered_map<int64_t, Known> plans;
-std::vector<Graph> to_drop;
+// These live as long as the process: at its end the devices of their tensors may be gone before them.
+auto& plans = *std::make_unique<std::unordered_map<int64_t, Known>>().release();
+auto& to_drop = *std::make_unique<std::vector<Graph>>().release();
 
 Plan::~Plan() {
   if (left.empty()) return;
@@ -273,8 +274,9 @@ void take_plan(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   constexpr size_t kArguments = 13;
   auto args = torch::jit::last(*stack, kArguments);
   auto plan = std::make_shared<Plan>();
-  plan->forward = {args[0].toTensor(), args[2].toInt()};
-  if (!args[3].isNone()) plan->backward = {args[3].toTensor(), args[4].toInt()};
+  // Not the tensors that are given, as above.
+  plan->forward = {args[0].toTensor().detach(), args[2].toInt()};
+  if (!args[3].isNone()) plan->backward = {args[3].toTensor().detach(), args[4].toInt()};
   plan->is_recorded = args[5].toBool();
   size_t next = 6;
   for (auto* each : {&plan->read, &plan->written, &plan->noticed, &plan->results, &plan->differentiable, &plan->saved,
@@ -290,7 +292,7 @@ void take_plan(const c10::OperatorHandle&, torch::jit::Stack* stack) {
 // skyward::leave(Tensor token, int graph) -> (). The function that has the graph is gone.
 void leave(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   auto args = torch::jit::last(*stack, 2);
-  Graph graph{args[0].toTensor(), args[1].toInt()};
+  Graph graph{args[0].toTensor().detach(), args[1].toInt()};
   torch::jit::drop(*stack, 2);
   std::vector<std::shared_ptr<Plan>> gone;
   {
