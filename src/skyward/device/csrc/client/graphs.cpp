@@ -195,7 +195,8 @@ struct CompiledFunction : Node {
     TORCH_CHECK(!is_released, torch::autograd::ERR_BACKWARD_TWICE);
     std::vector<at::Tensor> read;
     size_t next = 0, tangent = 0;
-    for (auto at : plan->saved) read.push_back(at >= 0 ? saved.at(next++).unpack(getptr()) : taken(tangents, tangent++));
+    for (auto at : plan->saved)
+      read.push_back(at >= 0 ? saved.at(next++).unpack(getptr()) : taken(tangents, tangent++));
     variable_list gradients;
     {
       at::AutoGradMode off(false);
@@ -298,7 +299,8 @@ void leave(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   {
     std::lock_guard lock(plans_mutex);
     for (auto& [number, known] : plans)
-      if (known.wanted && (known.wanted->forward.number == graph.number || known.wanted->backward.number == graph.number))
+      if (known.wanted &&
+          (known.wanted->forward.number == graph.number || known.wanted->backward.number == graph.number))
         gone.push_back(std::move(known.wanted));
   }
   gone.clear();
