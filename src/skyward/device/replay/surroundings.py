@@ -190,7 +190,8 @@ def _identical(kept: list[tuple[Any, list[Any], list[Any]]]) -> Callable[[], boo
     space["same"] = lambda now, before: len(now) == len(before) and all(map(is_, now, before))
     body = "\n".join(f"    if not ({each}): return False" for each in checks)
     exec(f"def identical():\n{body}\n    return True", space)
-    found: Callable[[], bool] = space["identical"]
+    # Not a circle: what it holds goes with the program.
+    found: Callable[[], bool] = space.pop("identical")
     return found
 
 
