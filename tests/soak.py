@@ -472,6 +472,9 @@ def files_of(folder: Path, processes: list[psutil.Process]) -> Iterator[int]:
     for root in roots.values():
         for within, _, names in os.walk(root):
             for name in names:
+                if name.endswith(".gone"):
+                    # A deleted version's mark, which a store keeps for a day.
+                    continue
                 with contextlib.suppress(OSError):
                     yield os.lstat(os.path.join(within, name)).st_blocks * 512
 
