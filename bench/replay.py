@@ -1,7 +1,8 @@
 """Training steps replayed, beside the same steps as they are, and a whole step as a CUDA graph.
 
 python bench/replay.py                  # on the processor: this machine is client and worker
-python bench/replay.py --device cuda    # beside the local GPU, also over a round trip of 100 ms
+python bench/replay.py --device cuda    # beside the local GPU
+python bench/replay.py --link           # the MLP over a round trip of 100 ms, here
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -17,9 +21,10 @@ from typing import Any
 
 import torch
 from elsewhere import Elsewhere
-from measure import interleave, say
+from measure import Sample, interleave, say
 from models import Tagger
 from report import Row, compared, save
+from slow_link import Beyond, slow_link
 from thin_link import GPT, WORDS
 from torch import nn
 from torch.nn import functional
@@ -29,6 +34,9 @@ import skyward as sky
 
 STEPS_COMPARED = 30
 WARM = 6
+ROUND_TRIP = 0.1
+STEPS_OVER_A_LINK = 4000
+"""At the end of so many one loss is read, and one round trip waited for."""
 Step = Callable[..., torch.Tensor]
 Made = tuple[Step, list[tuple[torch.Tensor, ...]]]
 """A training step, and batches for it."""
@@ -291,15 +299,58 @@ def _compare(
     yield compared(what, spent["replay"], "ours, eager", spent["eager"], "<= 0.2x")
 
 
+def over_a_link(rounds: int) -> Iterator[Row]:
+    """The MLP behind a delay, and beside."""
+    with slow_link(ROUND_TRIP) as ends:
+        command = ["ip", "netns", "exec", ends.near, sys.executable, __file__]
+        details = ["--behind", ends.far, ends.far_address, "--rounds", str(rounds)]
+        done = subprocess.run([*command, *details], stdout=subprocess.PIPE, check=True)
+    taken = {name: Sample(tuple(values)) for name, values in json.loads(done.stdout).items()}
+    rate = {name: sample.per(1, "tasks/s") for name, sample in taken.items()}
+    what = f"MLP over {ROUND_TRIP * 1e3:.0f} ms: steps a second"
+    yield compared(
+        what, rate["far replay"], "replayed without delay", rate["near replay"], ">= 0.95x"
+    )
+    yield compared(what, rate["far replay"], "ours, eager, over it", rate["far eager"])
+
+
+def behind(namespace: str, address: str, rounds: int) -> dict[str, tuple[float, ...]]:
+    """Seconds a step, over the link and not."""
+    # On a machine of few cores the link's own process needs one, too.
+    image = sky.Image(env={"OMP_NUM_THREADS": "1"})
+    with (
+        sky.Compute(Beyond(namespace, address), image=image, options=QUIET) as far,
+        sky.Compute(sky.Local(transport="tcp"), image=image, options=QUIET) as near,
+    ):
+        contenders = {
+            f"{place} {how}": Timed(small, compute.device("cpu"), STEPS_OVER_A_LINK, how)
+            for place, compute, how in (
+                ("far", far, "replay"),
+                ("near", near, "replay"),
+                ("far", far, "eager"),
+            )
+        }
+        return {name: each.values for name, each in interleave(contenders, rounds=rounds).items()}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", action="append", help="models whose name contains this")
+    parser.add_argument("--link", action="store_true", help="over a round trip of 100 ms")
+    parser.add_argument("--behind", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help="write the rows there as JSON, too")
     options = parser.parse_args()
+    if options.behind:
+        print(json.dumps(behind(*options.behind, options.rounds)))
+        sys.exit()
     found = []
-    for row in rows(options.device, options.rounds, options.only or [""]):
+    for row in (
+        over_a_link(options.rounds)
+        if options.link
+        else rows(options.device, options.rounds, options.only or [""])
+    ):
         print(" | ".join(row.cells()), flush=True)
         found.append(row)
         if options.rows:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import operator
 import os
+import queue
 import sys
 import threading
 import types
@@ -680,6 +681,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+LOOK_SECONDS = 0.25
+"""A Ctrl-C that comes when a wait is about to begin does not end it: Python looks for one before.
+So waits begin anew after so long."""
+
+
+def taken(items: queue.SimpleQueue[T]) -> T:
+    """The next item of a queue; waits for it, until a Ctrl-C."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return items.get(timeout=LOOK_SECONDS)
+
+
 class Future(concurrent.futures.Future[T]):
     """A `concurrent.futures.Future` that can be awaited too; cancelling it cancels the remote work.
 
@@ -701,6 +714,13 @@ class Future(concurrent.futures.Future[T]):
 
     def _bind(self, stop: Callable[[], None], is_running: Callable[[], bool]) -> None:
         self._stop, self._is_running = stop, is_running
+
+    def result(self, timeout: float | None = None) -> T:
+        """What the call returned, or its exception; waits for it, at most so many seconds."""
+        while timeout is None and not self.done():
+            with contextlib.suppress(TimeoutError):
+                self.exception(LOOK_SECONDS)
+        return super().result(timeout)
 
     def as_argument(self) -> T:
         """This future, which type checkers take for its result: for arguments of other calls."""

@@ -227,6 +227,7 @@ def test_a_compiled_optimizer_does_what_the_local_one_does(
     assert 1 <= len(graphs) <= 2
 
 
+@only_in_all
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compiled_autograd_has_the_same_gradients(
     device: torch.device, caplog: pytest.LogCaptureFixture
@@ -289,6 +290,7 @@ def test_every_mode_trains_as_uncompiled(device: torch.device, mode: str) -> Non
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
+@only_in_all
 def test_a_new_session_finds_all_graphs_of_a_program_on_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

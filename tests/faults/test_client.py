@@ -44,6 +44,12 @@ def sleeps(path=None):
             os.rename(path, path + ".ended")
 
 @sky.function
+def never(path):
+    open(path, "w").close()
+    time.sleep(600)
+    yield 1
+
+@sky.function
 def echo(value):
     return value
 
@@ -389,6 +395,47 @@ def test_ctrl_c_in_any_way_of_waiting_leaves_a_pool_that_works(
         script.interrupt()
         script.hears(f"interrupted {way}")
         script.hears(f"next {way}")
+    assert script.lets_go() == 0, script.errors
+    assert script.errors == ""
+
+
+def test_a_ctrl_c_just_before_a_wait_begins_ends_it(
+    client: Callable[..., Script], tmp_path: Path
+) -> None:
+    """As one that another thread gets: Python notes it, and the wait is not ended by itself."""
+    body = """
+        ways = {
+            "call": lambda: sleeps(path) >> compute,
+            "broadcast": lambda: sleeps(path) @ compute,
+            "gather": lambda: sky.gather(*[sleeps(path)] * 5) >> compute,
+            "stream": lambda: next(sky.gather(*[sleeps(path)] * 5, stream=True) >> compute),
+            "any order": lambda: next(
+                sky.gather(*[sleeps(path)] * 5, stream=True, ordered=False) >> compute
+            ),
+            "generator": lambda: next(never(path) >> compute),
+            "future": lambda: (sleeps(path) > compute).result(),
+        }
+
+        def interrupt():
+            running(path)
+            time.sleep(0.1)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+        with sky.Compute(options=quiet) as compute:
+            for way, call in ways.items():
+                path = os.path.join(sys.argv[1], way)
+                threading.Thread(target=interrupt).start()
+                try:
+                    call()
+                except KeyboardInterrupt:
+                    say("interrupted", way)
+                if way != "future":
+                    assert echo(1) >> compute == 1
+        sys.stdin.read()
+    """
+    script = client(body, str(tmp_path))
+    for way in ("call", "broadcast", "gather", "stream", "any order", "generator", "future"):
+        script.hears(f"interrupted {way}")
     assert script.lets_go() == 0, script.errors
     assert script.errors == ""
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self, TypeVar, overload
 
 from skyward.calls.task import Failed, Task, not_the_end
 from skyward.errors import ConfigurationError
-from skyward.functions import ArrivalSignal, Pending, apart, checked
+from skyward.functions import ArrivalSignal, Pending, apart, checked, taken
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Crowd:
     def wait(self) -> Task | None:
         """Wait; returns the first task that failed, if one did."""
         self.left(None)
-        self._over.get()
+        taken(self._over)
         return self._failed
 
 
@@ -115,7 +115,7 @@ class Flow(Iterator[T]):
             task = self._tasks.popleft()
             task.wait()
         else:
-            task = self._ready.get()
+            task = taken(self._ready)
         self._open.discard(task)
         self.fill()
         return task

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from skyward import kernel
+from skyward.functions import LOOK_SECONDS
 from skyward.wire.channel import Channel
 from skyward.wire.frames import Frame
 from skyward.wire.link.incoming import NotConnected
@@ -70,7 +71,9 @@ class Borrower:
     def wait(self) -> None:
         """Wait until there are bytes, or for `wake`; may return without either."""
         self._poll.register(self.descriptor, select.POLLIN)
-        for ready, _ in self._poll.poll():
+        while not (found := self._poll.poll(1e3 * LOOK_SECONDS)):
+            pass
+        for ready, _ in found:
             if ready == self._woken.fileno():
                 self._woken.recv(4096)
             elif ready != self.descriptor:

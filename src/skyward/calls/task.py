@@ -17,7 +17,7 @@ from skyward.calls.packer import NamedParcel, Parcel
 from skyward.calls.scheduler import Load
 from skyward.calls.spans import CallTrace
 from skyward.errors import RemoteError, SkywardError, TaskError, TaskTimeoutError
-from skyward.functions import ArrivalSignal, Future
+from skyward.functions import LOOK_SECONDS, ArrivalSignal, Future, taken
 from skyward.objects import encoding
 from skyward.objects.payloads import Pieces, raised
 from skyward.wire.messages import NEVER, Failure
@@ -193,8 +193,10 @@ class Task:
 
     def wait(self) -> Answer:
         """Wait for the answer; an exception raised by a signal handler ends the wait."""
-        with self._finished:
-            pass
+        while not self._finished.acquire(timeout=LOOK_SECONDS):
+            if self.answer is not None:
+                return self.answer  # a Ctrl-C right after `acquire` has left the lock locked
+        self._finished.release()
         assert self.answer is not None
         return self.answer
 
@@ -327,7 +329,7 @@ class StreamItems:
 
     def get(self) -> StreamItem | Answer | None:
         """Wait for an item, or for the end of the stream: its exception, or None."""
-        return self._queue.get()
+        return taken(self._queue)
 
     async def arrive(self) -> None:
         """Let other coroutines run until `get` need not wait."""

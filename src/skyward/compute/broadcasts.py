@@ -23,7 +23,7 @@ from skyward.errors import (
     TaskTimeoutError,
     WorkerDiedError,
 )
-from skyward.functions import Pending
+from skyward.functions import Pending, taken
 from skyward.nodes.fleet import Fleet
 from skyward.nodes.node import LOST_SECONDS
 from skyward.wire.messages import KEEPING_FRAMES
@@ -296,8 +296,10 @@ class Ranks:
         together = self._group.together
         if together:
             seconds = min(STRANDED_SECONDS, STRANDED_SECONDS if seconds is None else seconds)
+        if seconds is None:
+            return taken(self._heard)
         with contextlib.suppress(queue.Empty):
-            return self._heard.get(timeout=None if seconds is None else max(0.0, seconds))
+            return self._heard.get(timeout=max(0.0, seconds))
         for task in self._group.stranded(self.tasks) if together else ():
             problem: SkywardError = WorkerDiedError(
                 f"{task.name} cannot run in the group of the other ranks: a worker of that group "
