@@ -503,9 +503,10 @@ def test_descriptors_and_memory_come_back(alone, eventually) -> None:
             for line in Path(f"/proc/{each.pid}/maps").read_text().splitlines()
         )
 
-    for _ in range(3):
-        # In every executor: whichever gets it for the first time opens memory of it.
+    for _ in range(10):
+        # In every executor, and one by one: each opens something when it is the first time.
         total(kept) @ compute
+        total(torch.ones(1000, device=device), kept) >> compute
     gc.collect()
     before, mapped = files(), mappings()
     in_use = torch.sky.memory_allocated(device)
