@@ -128,7 +128,10 @@ class Recorder:
         self._given_versions = {n: t._version for n, t in enumerate(leaves) if is_on_host(t)}
         planted, following = self._plant()
         self.core.use_lines(lines.now)
-        self.core.start_tape(self.index)
+        with following:
+            # Before the block that ends it: a device that is lost raises here.
+            self.core.start_tape(self.index)
+            following = following.pop_all()
         try:
             with following, followed_through_math(), self._reading(), self._scheduling(planted):
                 result = self._function(*args, **kwargs)
