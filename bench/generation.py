@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +21,7 @@ import torch
 from elsewhere import Elsewhere
 from measure import Sample, interleave, say
 from report import Row, compared, save
-from slow_link import Beyond, slow_link
+from slow_link import far_and_near, slow_link, taken_behind, tell
 from training import QUIET
 
 import skyward as sky
@@ -116,10 +114,8 @@ def _rates(what: str, taken: Mapping[str, Sample], tokens: int, kind: str) -> It
 def over_a_link(rounds: int) -> Iterator[Row]:
     """A small model behind a delay, and beside."""
     with slow_link(ROUND_TRIP) as ends:
-        command = ["ip", "netns", "exec", ends.near, sys.executable, __file__]
         details = ["--behind", ends.far, ends.far_address, "--rounds", str(rounds)]
-        done = subprocess.run([*command, *details], stdout=subprocess.PIPE, check=True)
-    taken = {name: Sample(tuple(values)) for name, values in json.loads(done.stdout).items()}
+        taken = taken_behind(ends, __file__, *details)
     far = {name[4:]: sample for name, sample in taken.items() if name.startswith("far")}
     yield from _rates(f"GPT-2 4x256 over {ROUND_TRIP * 1e3:.0f} ms, 128 tokens", far, 128, "cpu")
     near = taken["near replayed"].per(128, "tasks/s")
@@ -131,20 +127,15 @@ def over_a_link(rounds: int) -> Iterator[Row]:
     )
 
 
-def behind(namespace: str, address: str, rounds: int) -> dict[str, tuple[float, ...]]:
-    """Seconds for a text, over the link and not."""
-    image = sky.Image(env={"OMP_NUM_THREADS": "1"})
+def behind(namespace: str, address: str, rounds: int) -> None:
+    """Measure seconds for a text, over the link and not, and print the samples."""
     contenders: dict[str, Callable[[], float]] = {}
-    with (
-        sky.Compute(Beyond(namespace, address), image=image, options=QUIET) as far,
-        sky.Compute(sky.Local(transport="tcp"), image=image, options=QUIET) as near,
-    ):
-        for place, compute in {"far": far, "near": near}.items():
+    with far_and_near(namespace, address) as pools:
+        for place, compute in pools.items():
             writing = Writing(compute.device("cpu"), "GPT-2 4x256", 1, 128, "cpu")
-            ways = WAYS if place == "far" else ["replayed"]
-            for way in ways:
+            for way in WAYS if place == "far" else ["replayed"]:
                 contenders[f"{place} {way}"] = functools.partial(writing.timed, way)
-        return {name: each.values for name, each in interleave(contenders, rounds=rounds).items()}
+        tell(interleave(contenders, rounds=rounds))
 
 
 if __name__ == "__main__":
@@ -159,7 +150,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.behind:
-        print(json.dumps(behind(*options.behind, options.rounds)))
+        behind(*options.behind, options.rounds)
         sys.exit()
     found = []
     for row in (

@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +19,10 @@ from typing import Any
 
 import torch
 from elsewhere import Elsewhere
-from measure import Sample, interleave, say
+from measure import interleave, say
 from models import Tagger
 from report import Row, compared, save
-from slow_link import Beyond, slow_link
+from slow_link import far_and_near, slow_link, taken_behind, tell
 from thin_link import GPT, WORDS
 from torch import nn
 from torch.nn import functional
@@ -302,10 +300,8 @@ def _compare(
 def over_a_link(rounds: int) -> Iterator[Row]:
     """The MLP behind a delay, and beside."""
     with slow_link(ROUND_TRIP) as ends:
-        command = ["ip", "netns", "exec", ends.near, sys.executable, __file__]
         details = ["--behind", ends.far, ends.far_address, "--rounds", str(rounds)]
-        done = subprocess.run([*command, *details], stdout=subprocess.PIPE, check=True)
-    taken = {name: Sample(tuple(values)) for name, values in json.loads(done.stdout).items()}
+        taken = taken_behind(ends, __file__, *details)
     rate = {name: sample.per(1, "tasks/s") for name, sample in taken.items()}
     what = f"MLP over {ROUND_TRIP * 1e3:.0f} ms: steps a second"
     yield compared(
@@ -314,23 +310,14 @@ def over_a_link(rounds: int) -> Iterator[Row]:
     yield compared(what, rate["far replay"], "ours, eager, over it", rate["far eager"])
 
 
-def behind(namespace: str, address: str, rounds: int) -> dict[str, tuple[float, ...]]:
-    """Seconds a step, over the link and not."""
-    # On a machine of few cores the link's own process needs one, too.
-    image = sky.Image(env={"OMP_NUM_THREADS": "1"})
-    with (
-        sky.Compute(Beyond(namespace, address), image=image, options=QUIET) as far,
-        sky.Compute(sky.Local(transport="tcp"), image=image, options=QUIET) as near,
-    ):
+def behind(namespace: str, address: str, rounds: int) -> None:
+    """Measure seconds a step, over the link and not, and print the samples."""
+    with far_and_near(namespace, address) as pools:
         contenders = {
-            f"{place} {how}": Timed(small, compute.device("cpu"), STEPS_OVER_A_LINK, how)
-            for place, compute, how in (
-                ("far", far, "replay"),
-                ("near", near, "replay"),
-                ("far", far, "eager"),
-            )
+            f"{place} {how}": Timed(small, pools[place].device("cpu"), STEPS_OVER_A_LINK, how)
+            for place, how in (("far", "replay"), ("near", "replay"), ("far", "eager"))
         }
-        return {name: each.values for name, each in interleave(contenders, rounds=rounds).items()}
+        tell(interleave(contenders, rounds=rounds))
 
 
 if __name__ == "__main__":
@@ -338,13 +325,16 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", action="append", help="models whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="one model, one round")
     parser.add_argument("--link", action="store_true", help="over a round trip of 100 ms")
     parser.add_argument("--behind", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help="write the rows there as JSON, too")
     options = parser.parse_args()
     if options.behind:
-        print(json.dumps(behind(*options.behind, options.rounds)))
+        behind(*options.behind, options.rounds)
         sys.exit()
+    if options.quick:
+        options.rounds, options.only = 1, ["MLP"]
     found = []
     for row in (
         over_a_link(options.rounds)

@@ -39,6 +39,8 @@ SUITES = {
     "state": "Shared state and objects that live on a node",
     "attach": "Kept pools",
     "device": "The torch device, on a CPU worker",
+    "replay": "Replayed training steps, on a CPU worker",
+    "mesh": "A mesh: sharded training by one program, on CPU workers",
     "links": "Links between machines: TLS beside plain C++ programs over the same library",
     "copies": "Copies between devices",
     "ddp": "Distributed training",
@@ -102,6 +104,8 @@ the rest of the system on its few cores. Compare ratios rather than figures.
 - *Into a new tensor* is `x.to(device)`, with the tensor of the round before dropped, so that the
   worker can use its memory again; *and new pages* gives that memory back first
   (`torch.sky.empty_cache`), as with the first tensors of a device. `memcpy` is one thread's.
+- *Replayed* steps are those of `sky.replay`; *a local CUDA graph* has the whole step captured by
+  hand. The client's processor time is that of the thread that calls the step.
 - The *worker thread's* CPU time is the kernel's count for the thread that serves the device while
   operations stream in; a *direct call* is the same operation in a C++ loop (`bench/floor.cpp`),
   below autograd and single-threaded as well. Of ten bursts on either side the best counts.

@@ -72,10 +72,32 @@ def steps_over(ends: Ends, steps: int, rounds: int) -> Mapping[str, Sample]:
 
     And of a plain "round trip" over the link.
     """
-    command = ["ip", "netns", "exec", ends.near, sys.executable, __file__]
-    details = [ends.far, ends.far_address, str(steps), str(rounds)]
-    done = subprocess.run([*command, *details], stdout=subprocess.PIPE, check=True)
+    return taken_behind(ends, __file__, ends.far, ends.far_address, str(steps), str(rounds))
+
+
+def taken_behind(ends: Ends, script: str, *arguments: str) -> dict[str, Sample]:
+    """What `tell` says in a script that is run at the near end."""
+    command = ["ip", "netns", "exec", ends.near, sys.executable, script, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return {name: Sample(tuple(values)) for name, values in json.loads(done.stdout).items()}
+
+
+def tell(samples: Mapping[str, Sample]) -> None:
+    """Print samples for the script that has called this one."""
+    print(json.dumps({name: sample.values for name, sample in samples.items()}))
+
+
+@contextlib.contextmanager
+def far_and_near(far: str, far_address: str) -> Iterator[dict[str, sky.Compute]]:
+    """A pool at the far end of a link, and one at the near end."""
+    # On a machine of few cores the link's own process needs one, too.
+    image = sky.Image(env={"OMP_NUM_THREADS": "1"})
+    places = {"far": Beyond(far, far_address), "near": sky.Local(transport="tcp")}
+    with contextlib.ExitStack() as pools:
+        yield {
+            place: pools.enter_context(sky.Compute(provider, image=image, options=QUIET))
+            for place, provider in places.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -162,18 +184,13 @@ def echo(namespace: str, address: str) -> Iterator[Callable[[], float]]:
 
 def main(far: str, far_address: str, steps: int, rounds: int) -> None:
     """Measure seconds per training step, and print the samples."""
-    # On a machine of few cores the link's own process needs one, too.
-    image = sky.Image(env={"OMP_NUM_THREADS": "1"})
-    places = {"far": Beyond(far, far_address), "near": sky.Local(transport="tcp")}
-    with contextlib.ExitStack() as pools:
-        contenders = {"round trip": pools.enter_context(echo(far, far_address))}
-        for place, provider in places.items():
-            compute = sky.Compute(provider, image=image, options=QUIET)
-            device = pools.enter_context(compute).device("cpu")
+    with echo(far, far_address) as round_trip, far_and_near(far, far_address) as pools:
+        contenders = {"round trip": round_trip}
+        for place, compute in pools.items():
+            device = compute.device("cpu")
             contenders[f"{place}, free"] = stepper(mlp, device, steps, item=False)
             contenders[f"{place}, read"] = stepper(mlp, device, max(5, steps // 20), item=True)
-        samples = interleave(contenders, rounds=rounds)
-    print(json.dumps({name: sample.values for name, sample in samples.items()}))
+        tell(interleave(contenders, rounds=rounds))
 
 
 if __name__ == "__main__":

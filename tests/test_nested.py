@@ -143,6 +143,29 @@ def test_of_nested_tasks_the_deepest_come_first_and_then_the_oldest() -> None:
     assert taken == [3, 4, 1, 2, 5, 0]
 
 
+def test_tasks_that_are_dropped_leave_the_queue_also_when_no_executor_ever_comes() -> None:
+    scheduler: Scheduler[Any] = Scheduler()
+    tasks = []
+    for number in range(300):
+        tasks.append(each := work(number, depth=number % 3 == 1))
+        each.on = 4 if number % 3 == 2 else None
+        scheduler.queue(each)
+    for count, each in enumerate(tasks[:200], 1):
+        scheduler.drop([each])
+        scheduler.drop([each])
+        assert scheduler.backlog == 300 - count
+        there = len(scheduler._queue) + len(scheduler._nested) + len(scheduler._aimed[4])
+        assert there <= 2 * scheduler.backlog, "at most as many as wait"
+    scheduler.drop(tasks[200:299])
+    assert scheduler.queued() == tasks[299:]
+    load: Load[Any] = Load(4, 0, 0)
+    scheduler.add(load)
+    assert scheduler.next_for(load) is tasks[299]
+    assert (scheduler.backlog, scheduler.may_have_queued) == (0, True)
+    scheduler.tidy()
+    assert not scheduler.may_have_queued
+
+
 def test_tasks_of_objects_with_their_own_places_count_as_begun_and_take_turns() -> None:
     scheduler: Scheduler[Any] = Scheduler()
     loads: list[Load[Any]] = [Load(node, 0, 0) for node in range(3)]

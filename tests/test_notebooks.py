@@ -25,7 +25,7 @@ from .kernels import Kernel, kernel_in
 pytestmark = pytest.mark.slow
 """A kernel and its pool take seconds to start; most tests share one."""
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 PAGE = Path(__file__).parents[1] / "docs" / "notebooks.md"
 START = """
 import time, os, threading
@@ -460,24 +460,39 @@ def test_the_cells_of_the_page_about_notebooks_run(kernel: Kernel) -> None:
 
 
 @only_in_all
-def test_the_example_notebook_shows_what_it_promises() -> None:
+def test_the_example_notebook_shows_what_it_promises(tmp_path: Path) -> None:
     """It trains on two workers and on a torch device, in a kernel of its own."""
     pytest.importorskip("sklearn")
-    notebook = nbformat.read(EXAMPLE, 4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "it is stored without output"
-
-    NotebookClient(
-        notebook, timeout=int(PATIENCE), resources={"metadata": {"path": EXAMPLE.parent}}
-    ).execute()
-
-    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
-    text = "".join(each.text for each in outputs if each.output_type == "stream")
-    shown = [str(each.data) for each in outputs if "data" in each]
+    text, shown = executed("notebook", tmp_path)
     assert re.search(r"best width: \d+, accuracy 0\.9\d", text)
     assert re.search(r"on sky:0: loss 0\.\d+", text)
     for told in ("2 nodes ready in", "100%", "2 ready", "accuracy 0.9", "([899, 898], True)"):
         assert any(told in each for each in shown), told
+
+
+@only_in_all
+def test_the_example_of_a_mesh_shows_what_it_promises(tmp_path: Path) -> None:
+    """It shards a model over two workers, trains it and saves it, in a kernel of its own."""
+    pytest.importorskip("sklearn")
+    text, shown = executed("notebook_mesh", tmp_path)
+    assert re.search(r"epoch 5: loss 0\.\d+", text)
+    assert re.search(r"norms of the parts \d\.\d+ and \d\.\d+, of the whole \d\.\d+", text)
+    assert "rank 1 (node 0): index out of range in self" in text
+    assert any("accuracy 0.9" in each for each in shown)
+    assert sum("rank=0" in each and "rank=1" in each for each in shown) == 2
+
+
+def executed(name: str, folder: Path) -> tuple[str, list[str]]:
+    """What an example prints, and what it shows; it runs in the folder."""
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", 4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "it is stored without output"
+    NotebookClient(
+        notebook, timeout=int(PATIENCE), resources={"metadata": {"path": folder}}
+    ).execute()
+    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
     assert not any(each.get("name") == "stderr" for each in outputs)
+    text = "".join(each.text for each in outputs if each.output_type == "stream")
+    return text, [str(each.data) for each in outputs if "data" in each]
 
 
 def test_a_pool_of_which_only_devices_were_used_tells_of_no_calls() -> None:

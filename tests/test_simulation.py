@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from greenlet import getcurrent
 
 from .simulation import defect
+from .simulation.kernel import pipe
+from .simulation.modules import Machinery
 from .simulation.runner import Outcome, about
 
 
@@ -40,3 +43,32 @@ def test_a_defect_counts_as_found_only_when_a_seed_failed(
     assert (
         "pending: nothing is known: the seeds ended with exit status 2" in capsys.readouterr().out
     )
+
+
+def test_threads_that_write_to_one_file_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machinery = Machinery()
+    kernel, process = machinery.kernel, machinery.nobody
+    # The threads use the modules of this process, and its folder.
+    monkeypatch.setattr(kernel, "enter", lambda process: None)
+    kernel.hub, kernel.pauses = getcurrent(), 2.0
+    reading, writing = pipe(kernel)
+    process.put(5, writing)
+    files = []
+
+    def write(name: int) -> None:
+        for at in range(20):
+            files[0].write(b"%d %d\n" % (name, at))
+            files[0].flush()
+
+    def begin() -> None:
+        files.append(machinery.open(5, "wb"))
+        for name in range(3):
+            kernel.thread(process, lambda name=name: write(name))
+
+    kernel.thread(process, begin)
+    kernel.run(lambda: not process.threads)
+    lines = reading.read(10_000).splitlines()
+    assert lines != sorted(lines)
+    assert sorted(lines) == sorted(b"%d %d" % (name, at) for name in range(3) for at in range(20))

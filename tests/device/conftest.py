@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,16 +18,34 @@ from .tally import Tally  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def compute(sharing) -> Iterator[sky.Compute]:
-    """A pool of two nodes for the whole session: a device process each takes seconds to start."""
-    # One thread on either side: sums come out equal to the last bit, and tiny samples are faster.
+def one_thread() -> Iterator[None]:
+    """One thread on either side: sums come out equal to the last bit, and samples are faster."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        with sharing(sky.Compute(nodes=2, options=sky.Options(console=False))) as compute:
-            yield compute
+        yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def compute(sharing, one_thread) -> Iterator[sky.Compute]:
+    """A pool of two nodes for the whole session: a device process each takes seconds to start."""
+    with sharing(sky.Compute(nodes=2, options=sky.Options(console=False))) as compute:
+        yield compute
+
+
+@pytest.fixture(scope="session")
+def four_nodes(sharing, one_thread) -> Iterator[sky.Compute]:
+    """A pool of four nodes for the whole session."""
+    with sharing(sky.Compute(nodes=4, options=sky.Options(console=False))) as compute:
+        yield compute
+
+
+@pytest.fixture(scope="session")
+def mesh(four_nodes: sky.Compute) -> Any:
+    """A mesh of two times two ranks: four processes, which take seconds to start."""
+    return four_nodes.mesh("cpu", dp=2, tp=2)
 
 
 @pytest.fixture(scope="session")

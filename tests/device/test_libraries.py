@@ -308,7 +308,7 @@ def test_what_cannot_run_on_the_device_says_why(device: torch.device) -> None:
         accelerate.Accelerator(mixed_precision="fp8")
     with pytest.raises(ValueError, match=f"the model is on {device}; use the model as it is"):
         torch.nn.DataParallel(torch.nn.Linear(2, 2).to(device))
-    with pytest.raises(ValueError, match=f"a process for each copy .* of {device}; run the train"):
+    with pytest.raises(ValueError, match=f"a process for each copy .* of {device}; use mesh.repl"):
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).to(device))
     config, fp8 = transformers.GPT2Config(), transformers.FineGrainedFP8Config()
     for place in ("auto", {"": device}):

@@ -20,6 +20,7 @@ from skyward.objects import references
 
 from ..conftest import only_in_all, other_case
 from ..memory import in_use
+from ..waiting import wait_for
 from .test_defects import device_processes
 
 LARGE = 64 << 20
@@ -483,14 +484,21 @@ def test_a_tensor_that_grew_is_exported_anew(alone) -> None:
     assert out.sum().item() == (3 << 16) + (1 << 17)
 
 
-def test_descriptors_and_memory_come_back(alone, eventually) -> None:
+def test_descriptors_and_memory_come_back(alone, tmp_path: Path, eventually) -> None:
     compute, device, process = alone
-    executors = {node_of() >> compute for _ in range(4)} and [
-        child
-        for child in psutil.Process(process.ppid()).children()
-        if any("skyward.worker.executor" in part for part in child.cmdline())
-    ]
+
+    @sky.function
+    def meet(own: str, other: str, *tensors: torch.Tensor) -> int:
+        Path(own).touch()
+        wait_for(other)
+        return os.getpid()
+
     kept = torch.ones(1000, device=device)
+    # Both executors are there then: an earlier test may have killed one, and each opens something
+    # while it starts, and when it has its first task.
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    meeting = sky.gather(meet(one, two, kept), meet(two, one, kept))
+    executors = [psutil.Process(pid) for pid in meeting >> compute]
 
     def files() -> list[int]:
         torch.sky.synchronize(device)
@@ -504,7 +512,6 @@ def test_descriptors_and_memory_come_back(alone, eventually) -> None:
         )
 
     for _ in range(10):
-        # In every executor, and one by one: each opens something when it is the first time.
         total(kept) @ compute
         total(torch.ones(1000, device=device), kept) >> compute
     gc.collect()
@@ -640,7 +647,7 @@ def test_what_cannot_be_exported_is_copied(
 ) -> None:
     from skyward.device.core import Core
 
-    monkeypatch.setattr(Core, "export", lambda self, index, storages: [b""] * len(storages))
+    monkeypatch.setattr(Core, "export", lambda self, index, storages, rank: [b""] * len(storages))
     x = torch.ones(3, device=device)
     assert add(x, 1.0) >> compute == "cpu"
     assert x.tolist() == [1.0] * 3

@@ -229,6 +229,29 @@ class TestTraining:
 
         assert replayed_like_eager(make, 24).replayed >= 10
 
+    @pytest.mark.parametrize("is_number", [True, False], ids=["number", "row"])
+    def test_the_last_gradient_is_kept(self, device, is_number) -> None:
+        def make() -> Work:
+            model, scale = net(device), nn.Parameter(torch.ones((), device=device))
+            parameters = [*model.parameters(), scale] if is_number else [scale, *model.parameters()]
+            xs, kept = batches(device), []
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                for each in parameters:
+                    each.grad = None
+                loss = (model(x) * scale).square().mean()
+                loss.backward()
+                return loss.detach()
+
+            def arguments(number: int) -> tuple[Any, ...]:
+                if number in (5, 7):
+                    kept.append(parameters[-1].grad.detach())
+                return (xs[number],)
+
+            return Work(step, arguments, lambda: kept)
+
+        assert replayed_like_eager(make).replayed
+
     def test_gradients_are_there_after_a_replay(self, device) -> None:
         def make() -> Work:
             model, xs, seen = net(device), batches(device), []
@@ -513,6 +536,26 @@ class TestArguments:
 
         assert replayed_like_eager(make, 18).replayed == 12
 
+    def test_sizes_that_take_turns_count_the_steps_of_one_optimiser(self, device) -> None:
+        def make() -> Work:
+            model = net(device)
+            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+            xs = batches(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            def state() -> Any:
+                return [optimizer.state_dict()["state"], model.state_dict()]
+
+            return Work(step, lambda number: (xs[number][: 8 + number % 2 * 8],), state)
+
+        assert replayed_like_eager(make, 16).replayed >= 8
+
     def test_more_than_sixteen_kinds_run_as_they_are(self, device) -> None:
         x = torch.arange(20.0).to(device)
         step = sky.replay(lambda x: x.cumsum(0))
@@ -546,6 +589,74 @@ class TestArguments:
 
             def step(x: torch.Tensor) -> torch.Tensor:
                 return torch.randn(3, device=device) + x.sum() + torch.rand_like(x).sum()
+
+            return Work(step, lambda number: (xs[number],))
+
+        assert replayed_like_eager(make).replayed == CALLS - 2
+
+    def test_work_on_other_streams(self, device) -> None:
+        def make() -> Work:
+            xs, sides = batches(device), [torch.Stream(device) for _ in range(2)]
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                ready = torch.accelerator.current_stream(device).record_event()
+                with sides[0]:
+                    sides[0].wait_event(ready)
+                    doubled = x * 2
+                with sides[1]:
+                    sides[1].wait_stream(sides[0])
+                    more = doubled + 1
+                torch.accelerator.current_stream(device).wait_stream(sides[1])
+                return more.sum()
+
+            return Work(step, lambda number: (xs[number],))
+
+        assert replayed_like_eager(make).replayed == CALLS - 2
+
+    def test_memory_that_a_tensor_has_only_for_a_while(self, device) -> None:
+        def make() -> Work:
+            xs, work = batches(device), torch.empty(160).to(device)
+            size = work.untyped_storage().size()
+            work.untyped_storage().resize_(0)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                work.untyped_storage().resize_(size)
+                work.copy_(x.flatten())
+                found = work.square().sum()
+                work.untyped_storage().resize_(0)
+                return found
+
+            return Work(step, lambda number: (xs[number],))
+
+        assert replayed_like_eager(make).replayed == CALLS - 2
+
+    def test_memory_that_the_user_gives_it_before(self, device) -> None:
+        def make() -> Work:
+            xs, work = batches(device), torch.empty(160).to(device)
+            work.untyped_storage().resize_(0)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                work.untyped_storage().resize_(640)
+                found = work.copy_(x.flatten()).sum()
+                work.untyped_storage().resize_(0)
+                return found
+
+            def arguments(number: int) -> tuple[Any, ...]:
+                if number == 6:
+                    work.untyped_storage().resize_(640)
+                return (xs[number],)
+
+            return Work(step, arguments, lambda: work.untyped_storage().size())
+
+        assert replayed_like_eager(make).replayed
+
+    def test_memory_of_a_tensor_that_grows_and_goes(self, device) -> None:
+        def make() -> Work:
+            xs = batches(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                work = torch.empty(0, device=device).resize_(160)
+                return work.copy_(x.flatten()).square().sum()
 
             return Work(step, lambda number: (xs[number],))
 
@@ -985,6 +1096,94 @@ class TestRefused:
             return Work(step, lambda number: (xs[number],))
 
         refused(make, "it reaches hosts, an iterator: take from it outside")
+
+    def test_an_event_that_is_waited_for_outside(self, device) -> None:
+        def make() -> Work:
+            xs, event = batches(device), torch.Event(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                result = x * 2
+                event.record()
+                return result
+
+            return Work(step, lambda number: (xs[number],))
+
+        refused(make, "it keeps an event that it has recorded; record it outside")
+
+    def test_the_time_between_events(self, device) -> None:
+        def make() -> Work:
+            xs = batches(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                torch.Event(device, enable_timing=True).record()
+                return x * 2
+
+            return Work(step, lambda number: (xs[number],))
+
+        refused(make, "it records an event that takes the time; record it outside")
+
+    def test_a_wait_for_what_was_recorded_before(self, device) -> None:
+        def make() -> Work:
+            xs, event = batches(device), torch.Event(device)
+            event.record()
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                torch.accelerator.current_stream(device).wait_event(event)
+                return x * 2
+
+            return Work(step, lambda number: (xs[number],))
+
+        refused(make, "it waits for an event from outside; wait outside")
+
+    def test_another_stream_from_then_on(self, device) -> None:
+        streams = [torch.accelerator.current_stream(device), torch.Stream(device)]
+
+        def make() -> Work:
+            xs = batches(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                torch.accelerator.set_stream(streams[1])
+                return x * 2
+
+            def arguments(number: int) -> tuple[Any, ...]:
+                torch.accelerator.set_stream(streams[0])
+                return (xs[number],)
+
+            return Work(step, arguments)
+
+        try:
+            refused(make, "it leaves another stream the current one")
+        finally:
+            torch.accelerator.set_stream(streams[0])
+
+    def test_a_tensor_that_grows(self, device) -> None:
+        def make() -> Work:
+            xs, grows = batches(device), torch.empty(0).to(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                storage = grows.untyped_storage()
+                storage.resize_(storage.size() + 4)
+                return x * 2
+
+            return Work(step, lambda number: (xs[number],))
+
+        refused(make, "it does what cannot be replayed: resize_ of a tensor")
+
+    def test_an_argument_that_grows(self, device) -> None:
+        def make() -> Work:
+            xs, works = batches(device), [torch.empty(160, device=device) for _ in range(2)]
+            for each in works:
+                each.untyped_storage().resize_(0)
+
+            def step(x: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+                work.untyped_storage().resize_(640)
+                result = work.copy_(x.flatten()).sum()
+                work.untyped_storage().resize_(0)
+                return result
+
+            return Work(step, lambda number: (xs[number], works[number % 2]))
+
+        refused(make, "it does what cannot be replayed: resize_ of an argument")
 
     def test_another_device_besides(self, device, other_device) -> None:
         def make() -> Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +12,13 @@ torch = pytest.importorskip("torch")
 
 LARGE = 4 << 20
 """Elements: too many to ride in the op stream, and more than fit between the processes at once."""
+
+
+@pytest.fixture(autouse=True)
+def current(device: torch.device) -> Iterator[None]:
+    """Events are those of the current device, which is another one's if it was opened first."""
+    with torch.sky.device(device):
+        yield
 
 
 def busy(x: torch.Tensor, times: int) -> torch.Tensor:

@@ -62,6 +62,31 @@ def _device(stack: contextlib.ExitStack) -> Names:
     return names
 
 
+def _mesh(stack: contextlib.ExitStack) -> Names:
+    """A mesh of four ranks, and a batch on it."""
+    import torch
+    from torch import nn
+
+    workers = sky.Worker(per_node=4)
+    compute = stack.enter_context(sky.Compute(worker=workers, options=sky.Options(console=False)))
+    mesh = compute.mesh(dp=2, tp=2)
+
+    def names() -> dict[str, Any]:
+        x, y = mesh.split([torch.randn(16, 8), torch.randn(16, 1)])
+        return {
+            "torch": torch,
+            "nn": nn,
+            "compute": compute,
+            "mesh": mesh,
+            "make_model": lambda: nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1)),
+            "x": x,
+            "y": y,
+            "loss": x.sum(),
+        }
+
+    return names
+
+
 def _store(stack: contextlib.ExitStack) -> Names:
     from torch import nn
 
@@ -76,6 +101,7 @@ def _pool_alone(stack: contextlib.ExitStack) -> Names:
 
 _GIVEN: dict[str, Callable[[contextlib.ExitStack], Names]] = {
     "docs/device.md": _device,
+    "docs/mesh.md": _mesh,
     "docs/store.md": _store,
     "docs/debugging.md": _pool_alone,
 }

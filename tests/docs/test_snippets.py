@@ -39,6 +39,7 @@ SLOW = (
     "docs/guides/functions.md",
     "docs/guides/round-trip.md",
     "docs/index.md",
+    "docs/mesh.md",
     "docs/plugins.md",
     "docs/state.md",
 )

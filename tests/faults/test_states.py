@@ -10,7 +10,9 @@ from typing import Any, get_args
 
 import pytest
 
+import skyward as sky
 from skyward.events import EventStream
+from skyward.nodes.host import CUT_TRIES
 from skyward.nodes.node import (
     BOUGHT_IN_VAIN,
     LOST_SECONDS,
@@ -302,3 +304,43 @@ def test_a_node_is_not_lost_because_the_client_stood_still(node: Node, clock: Cl
     assert not node.why_lost()
     clock.now += LOST_SECONDS + 1
     assert node.why_lost() == "it has stopped answering"
+
+
+def test_a_service_of_a_node_without_an_agent_says_what_became_of_the_node(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node.host, "endpoint", "", raising=False)
+    roster = Roster()
+    roster.add([node])
+    with pytest.raises(sky.NodeLostError, match="node 3 has no agent: it is starting; see"):
+        roster.service(3, "jobs")
+    node.fail(sky.errors.PoolStartError("no machine"), retry=False)
+    with pytest.raises(sky.NodeLostError, match="no agent: no machine; see"):
+        roster.service(3, "jobs")
+    with pytest.raises(sky.errors.ConfigurationError, match=r"node 0 is not there; .* \[3\]"):
+        roster.service(0, "jobs")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_service_whose_connection_alone_is_silent_is_asked_for_again(
+    node: Node, clock: Clock, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    tries = []
+
+    def connect(name: str, credentials: object) -> str:
+        tries.append(name)
+        clock.now += 30.0
+        if answers:
+            node._hear_agent()
+        if len(tries) < CUT_TRIES:
+            raise sky.NodeLostError("timed out") from TimeoutError("timed out")
+        return "the connection"
+
+    monkeypatch.setattr(node.host, "service", connect, raising=False)
+    node._fleet.credentials = None
+    if answers:
+        assert node.service("jobs") == "the connection"  # type: ignore[comparison-overlap]
+    else:
+        with pytest.raises(sky.NodeLostError, match="timed out"):
+            node.service("jobs")
+    assert len(tries) == (CUT_TRIES if answers else 1)

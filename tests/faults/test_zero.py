@@ -201,6 +201,23 @@ def test_a_call_does_not_wait_for_what_only_the_user_can_mend(
     assert "less and less often" not in said
 
 
+def test_a_node_that_waits_for_the_next_call_is_not_tried_for_one_that_has_failed(
+    eventually: Eventually,
+) -> None:
+    refusals: list[Exception] = [ForbiddenError("you may not do this")] * 30
+    with sky.Compute(Refusing(refusals=refusals), nodes=(0, 1), options=QUIET) as pool:
+        futures = [rank() > pool for _ in range(3)]
+        for future in futures:
+            with pytest.raises(sky.NodeLostError, match="the next call has one started again"):
+                future.result(PATIENCE)
+        tried = 30 - len(refusals)
+        assert tried <= len(futures)
+        fleet = pool._open_fleet
+        beats = fleet._beats
+        eventually(lambda: fleet._beats > beats + 5)
+        assert 30 - len(refusals) == tried
+
+
 @other_case
 def test_a_call_waits_as_long_as_another_node_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyward.nodes.node.RETRY_PAUSES", (0.1, 0.1))

@@ -151,7 +151,9 @@ def worker() -> dict[str, str]:
     for name, records in sessions().items():
         pieces = [records[at : at + 31] for at in range(0, len(records), 31)]
         other.coming = b"".join(bytes([len(piece) << 2]) + piece for piece in pieces)
-        library.sky_worker_serve(other.ways, 2, 0, b"cpu", None, None, said, ctypes.c_size_t(1024))
+        library.sky_worker_serve(
+            other.ways, 2, 0, b"cpu", None, None, None, said, ctypes.c_size_t(1024)
+        )
         seen[name] = said.value.decode()
     return seen
 

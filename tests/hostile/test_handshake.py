@@ -211,10 +211,15 @@ def test_a_peer_that_trickles_is_dropped_at_the_deadline_and_blocks_nobody(
 def test_a_silent_peer_is_dropped_at_the_deadline(door: Door, hostile: Any) -> None:
     for knock in (door.plain, door.proven):
         door.hurry()
-        end = knock()
         started = time.monotonic()
-        assert hostile.hears(end, SECONDS + 60) == b""
-        assert time.monotonic() - started < SECONDS + 60
+        try:
+            end = knock()
+        except (ConnectionError, ssl.SSLError):
+            # On a busy machine, its handshake is not at its end by then.
+            assert time.monotonic() - started >= SECONDS * 0.8
+        else:
+            assert hostile.hears(end, SECONDS + 60) == b""
+            assert time.monotonic() - started < SECONDS + 60
 
 
 @pytest.mark.parametrize("family", ["unix", "tcp"])
@@ -382,7 +387,9 @@ def test_a_certificate_that_has_expired_does_not_help(tls_door: Door, hostile: A
     refused(tls_door, hostile, client_context(expired(tls_door.authority, "client")))
 
 
-def test_a_recorded_session_opens_nothing(tls_door: Door, hostile: Any) -> None:
+def test_a_recorded_session_opens_nothing(
+    tls_door: Door, hostile: Any, eventually: Eventually
+) -> None:
     """Somebody on the network has heard all that a client said, and says it again."""
     credentials = tls_door.credentials()
     assert credentials is not None
@@ -406,6 +413,8 @@ def test_a_recorded_session_opens_nothing(tls_door: Door, hostile: Any) -> None:
     client.write(hostile.framed(Hello(POOL, "data")))
     say()
     assert b"python" in done(lambda: client.read(4096))
+    # It is accepted after it is answered.
+    eventually(lambda: len(tls_door.accepted) == 1)
     again = tls_door.plain()
     with contextlib.suppress(OSError):
         again.sendall(recorded)

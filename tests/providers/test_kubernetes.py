@@ -429,7 +429,7 @@ def refusals(cluster: str) -> Iterator[Refusals]:
         quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
         full.make("v1", "resourcequotas", quota)
         full.until(lambda: _quota_counts(full))
-        soon = {"timeout": 8}
+        soon = {"timeout": 20}
         template = kube.template()
         lost = {
             "volumes": [{"name": "lost", "secret": {"secretName": "nowhere"}}],
@@ -482,12 +482,12 @@ def refusals(cluster: str) -> Iterator[Refusals]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gpu", r"did not run within 8 s: 0/2 nodes.*Insufficient nvidia.com/gpu.*; ask for less"),
+        ("gpu", r"did not run within 20 s: 0/2 nodes.*Insufficient nvidia.com/gpu.*; ask for less"),
         ("image", r"the image 'localhost/nowhere:1' cannot be pulled: .*; see that it exists"),
-        ("quota", r"did not run within 8 s: .*exceeded quota: none.*; ask for less"),
+        ("quota", r"did not run within 20 s: .*exceeded quota: none.*; ask for less"),
         ("missing claim", r"there is no claim 'nowhere' in the namespace 'test-.*; make it, or"),
-        ("unbound claim", r"did not run within 8 s: .*unbound .*; look at `kubectl describe pvc`"),
-        ("mount", r'did not run within 8 s: .*secret "nowhere" not found.*; look at `kubectl'),
+        ("unbound claim", r"did not run within 20 s: .*unbound .*; look at `kubectl describe pvc`"),
+        ("mount", r'did not run within 20 s: .*secret "nowhere" not found.*; look at `kubectl'),
         ("last words", r"ended: exit status 3.*; it said:\nno such model"),
         ("invalid", r"making job .*nodeSelector.*; correct pod_template="),
     ],

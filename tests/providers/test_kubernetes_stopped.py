@@ -379,3 +379,23 @@ def test_remains_are_the_jobs_of_pools_that_the_cluster_does_not_remove_by_itsel
     nodes = "node ours/sky-a-0", "node ours/sky-a-2"
     assert first.resources == ("Job sky-a", *nodes, "claim data")
     assert (second.pool, second.resources[0]) == ("c", "Job sky-c")
+
+
+def test_a_program_for_a_container_that_is_gone_waits_for_the_words_of_its_end() -> None:
+    class Ending(Cluster):
+        def execute(self, pod: str, *others: Any) -> None:
+            raise sky.errors.UnreachableError(f"pod {pod}: HTTP 500: container not found")
+
+        def get(self, kind: str, name: str = "", **query: str) -> Object:
+            self._looks = getattr(self, "_looks", 0) + 1
+            ended = {"state": {"terminated": {"exitCode": 3, "reason": "Error"}}}
+            status = {"phase": "Failed", "containerStatuses": [ended]}
+            return self._pod(0) | ({"status": status} if self._looks > 2 else {})
+
+        def logs(self, pod: str) -> str:
+            return "no such model"
+
+    cluster = Ending(1, has_job=True)
+    machine = PodMachine(cluster.pods(), 0, cluster._pod(0))
+    with pytest.raises(sky.errors.UnreachableError, match=r"status 3 .*it said:\nno such"):
+        asyncio.run(machine.run(["true"]))

@@ -118,6 +118,24 @@ def test_output_comes_at_once_and_not_with_the_end(machine: Here) -> None:
     asyncio.run(scenario())
 
 
+def test_a_command_of_whose_shell_nothing_was_heard_is_begun_once_more(machine: Here) -> None:
+    pipe, lost = machine.pipe, [True, False, True, True]
+
+    async def losing(command: Sequence[str]) -> socket.socket:
+        if not lost.pop(0):
+            return await pipe(command)
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours
+
+    machine.pipe = losing  # type: ignore[method-assign]
+    machine.begins_again = True
+    assert ran(machine, "echo", "hello") == (0, b"hello\n")
+    with pytest.raises(sky.errors.UnreachableError, match="its shell was killed"):
+        ran(machine, "echo", "hello")
+    assert not lost
+
+
 def test_a_command_whose_shell_is_gone_is_lost(machine: Here) -> None:
     with pytest.raises(sky.errors.UnreachableError, match="its shell was killed"):
         ran(machine, "sh", "-c", "kill -9 $PPID")

@@ -140,9 +140,7 @@ class Jobs(Pool):
             self._says(f"{name}: {type(problem).__name__}: {problem}")
 
     def _loses(self) -> bool:
-        # A kept pool ends by the wall clock, which clients on several machines share.
-        is_over = max(self.ahead, self.longest_ahead) > self.ttl
-        return self.is_down or is_over or bool(LOSING & self.kinds)
+        return self.is_down or self._is_over or bool(LOSING & self.kinds)
 
     def _own(self, compute: Any, name: str, found: Any) -> None:
         job = self.jobs[name]

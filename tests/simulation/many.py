@@ -19,6 +19,8 @@ MOST = 20
 """A table of a living pool that is idle has no more entries: there were more calls of each kind."""
 SETTLE_SECONDS = 20.0
 TABLES = (dict, list, set, deque)
+AS_LARGE_AS_CODE = ("skyward.objects.modules.References",)
+"""Their tables have an entry for each name in a function's code, however often it is called."""
 
 
 class Many(Pool):
@@ -92,13 +94,15 @@ def _large() -> Iterator[tuple[str, int]]:
     found: Counter[str] = Counter()
     for each in gc.get_objects():
         kind = type(each)
-        if not str(getattr(kind, "__module__", "")).startswith("skyward."):
+        module = str(getattr(kind, "__module__", ""))
+        name = f"{module}.{kind.__name__}"
+        if not module.startswith("skyward.") or name in AS_LARGE_AS_CODE:
             continue
         names = [*getattr(each, "__dict__", ())]
-        names += [name for base in kind.__mro__ for name in base.__dict__.get("__slots__", ())]
-        for name in names:
-            table = getattr(each, name, None)
+        names += [slot for base in kind.__mro__ for slot in base.__dict__.get("__slots__", ())]
+        for attribute in names:
+            table = getattr(each, attribute, None)
             if isinstance(table, TABLES) and len(table) > MOST:
-                what = f"{kind.__module__}.{kind.__name__}.{name}"
+                what = f"{name}.{attribute}"
                 found[what] = max(found[what], len(table))
     return iter(sorted(found.items()))

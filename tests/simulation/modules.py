@@ -26,7 +26,7 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -736,7 +736,7 @@ class Machinery:
             if raw.writable() and raw.readable():
                 binary = io.BufferedRWPair(raw, raw)
             elif raw.writable():
-                binary = io.BufferedWriter(raw)
+                binary = SharedWriter(self.kernel, raw)
             else:
                 binary = io.BufferedReader(raw)
             if "b" in mode:
@@ -782,7 +782,11 @@ class Machinery:
         if buffering == 0:
             return raw
         size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE
-        made: Any = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
+        made: Any
+        if "+" in mode:
+            made = io.BufferedRandom(raw, size)
+        else:
+            made = SharedWriter(self.kernel, raw, size)
         if "b" not in mode:
             made = io.TextIOWrapper(made, encoding, errors, newline, buffering == 1)
             made.mode = mode
@@ -1093,6 +1097,42 @@ class WrittenFile(io.FileIO):
         done = super().write(data)
         it.stamp(self.fileno())
         return done
+
+
+class SharedWriter(io.BufferedWriter):
+    """A buffer at which threads wait for each other, as they do in Python.
+
+    To the lock of Python's own, all are one thread: the second one would be refused.
+    """
+
+    def __init__(self, kernel: Kernel, raw: Any, size: int = io.DEFAULT_BUFFER_SIZE) -> None:
+        super().__init__(raw, size)
+        self._kernel = kernel
+        self._user: Any = None
+        self._free = WaitQueue()
+
+    def write(self, data: Any) -> int:
+        with self._used():
+            return super().write(data)
+
+    def flush(self) -> None:
+        with self._used():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        me = self._kernel.current
+        if me is None or self._user is me:
+            yield
+            return
+        while self._user is not None:
+            self._kernel.wait((self._free,))
+        self._user = me
+        try:
+            yield
+        finally:
+            self._user = None
+            self._free.wake()
 
 
 class SimulatedFile(io.RawIOBase):

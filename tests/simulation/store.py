@@ -167,6 +167,7 @@ class Store(Scenario):
         import skyward as sky
 
         self.saved[number] = name
+        deleted = self.deleted.copy()
         before, others = self.deletions[name], self.deleting[name]
         is_new = number not in self.returned.values()
         for _ in range(self.random.randint(1, 3)):
@@ -189,7 +190,8 @@ class Store(Scenario):
         self.counts["saved"] += 1
         if version in self.returned:
             self._says(f"two saves got {version}: {self.returned[version]} and {number}")
-        if version in self.deleted:
+        # Others may delete what a save has published, before it returns.
+        if version in deleted:
             self._says(f"{version}, which was deleted, is {number} now")
         self.returned[version] = number
         if others or self.deletions[name] != before:

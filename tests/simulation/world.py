@@ -21,7 +21,7 @@ from greenlet import getcurrent
 
 from . import tls
 from .kernel import File, NullFile, Process
-from .modules import MAIN_IDENT, Machinery, Program, SimulatedFile
+from .modules import MAIN_IDENT, Machinery, Program, SharedWriter, SimulatedFile
 
 PRELOADED = [
     "asyncio",
@@ -230,12 +230,12 @@ class World:
         else:
             name = process.argv[process.argv.index("-m") + 1] if "-m" in process.argv else ""
         output = io.TextIOWrapper(
-            io.BufferedWriter(SimulatedFile(self.machinery, 1, "w", closefd=False)),
+            SharedWriter(self.kernel, SimulatedFile(self.machinery, 1, "w", closefd=False)),
             encoding="utf-8",
             write_through=True,
         )
         errors = io.TextIOWrapper(
-            io.BufferedWriter(SimulatedFile(self.machinery, 2, "w", closefd=False)),
+            SharedWriter(self.kernel, SimulatedFile(self.machinery, 2, "w", closefd=False)),
             encoding="utf-8",
             write_through=True,
         )

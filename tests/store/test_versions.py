@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +17,9 @@ from torch import nn
 
 import skyward as sky
 from skyward.objects import memory
-from skyward.store.catalog import Catalog
+from skyward.store.catalog import GRACE, Catalog
 from skyward.store.local import LocalFiles
+from skyward.store.places import FileEntry
 from skyward.store.save import Saving
 from skyward.store.values import Span, encode
 
@@ -350,6 +354,43 @@ def test_the_collector_removes_old_marks_but_the_highest(
     assert store.save_model({"x": 1}, "m").version == 4
 
 
+@pytest.mark.parametrize("listing", range(7))
+def test_the_collector_spares_what_is_written_after_the_clock_was_set_back_meanwhile(
+    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch, listing: int
+) -> None:
+    for _ in range(2):
+        store.save_model({"x": 1}, "m")
+    store.delete("m")
+    clock = SimpleNamespace(time=lambda: 1e9)
+    monkeypatch.setattr("skyward.store.catalog.time", clock)
+    left = folder / "objects" / "ab" / "abandoned"
+    new = [folder / "tmp" / "draft", folder / "saves" / "lease.json", folder / "models/m/1.gone"]
+    for each in folder.glob("**/*"):
+        os.utime(each, (9e8, 9e8))
+    for each in (left, *new[:2]):
+        each.parent.mkdir(parents=True, exist_ok=True)
+    left.write_text("of an interrupted save")
+    os.utime(left, (9e8, 9e8))
+    list_files = LocalFiles.list
+    count = itertools.count()
+
+    def set_back(files: LocalFiles, place: str) -> list[FileEntry]:
+        if next(count) == listing:
+            clock.time = lambda: 1e9 - 2 * GRACE
+            for each in new:
+                each.write_text('{"objects": ["abandoned"]}')
+                os.utime(each, (clock.time(), clock.time()))
+        return list_files(files, place)
+
+    monkeypatch.setattr(LocalFiles, "list", set_back)
+    store.gc()
+
+    assert next(count) > listing
+    assert [each for each in new if not each.exists()] == []
+    # A lease that comes after the leases were read names nothing that is so old.
+    assert left.exists() == (listing < 5)
+
+
 @pytest.mark.parametrize("older_than", [None, 0, -60])
 @pytest.mark.parametrize("deleted", ["last", "each", "first"])
 def test_a_number_that_was_used_and_deleted_meanwhile_is_not_used_again(
@@ -380,6 +421,28 @@ def test_a_number_that_was_used_and_deleted_meanwhile_is_not_used_again(
 
     assert store.save_model({"x": 2}, "m").version == 3
     assert [each.version for each in store.versions("m")][-1] == 3
+
+
+def test_a_number_that_was_deleted_is_not_seen_with_another_value(
+    store: sky.ModelStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save has got it, and is killed before it takes its manifest back."""
+    store.save_model({"x": 1}, "m")
+    store.delete("m")
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalog, "last_number", lambda catalog, name: 0)
+        patch.setattr(LocalFiles, "delete", lambda *_: sys.exit())
+        with pytest.raises(SystemExit):
+            store.save_model({"x": 2}, "m")
+    assert (folder / "models/m/1.json").exists()
+
+    assert store.numbers() == {}
+    for version in (None, 1):
+        with pytest.raises(sky.errors.ModelNotFoundError, match="has no model 'm'"):
+            store.load_model("m", version=version)
+    assert store.save_model({"x": 3}, "m").version == 2
+    store.gc()
+    assert sorted(each.name for each in folder.glob("models/m/*")) == ["1.gone", "2.json"]
 
 
 def test_metadata_must_be_unicode(store: sky.ModelStore, folder: Path) -> None:

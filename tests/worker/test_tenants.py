@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -15,6 +16,7 @@ import pytest
 
 from skyward.errors import ProtocolError
 from skyward.wire.channel import Channel
+from skyward.wire.messages import ExecutorUp, decode_as
 from skyward.worker.config import AgentConfig
 from skyward.worker.supervision import STARTS_MAX, ExecutorProcesses
 from skyward.worker.tenants import Tenants
@@ -115,3 +117,34 @@ def test_a_client_is_not_gone_because_this_machine_stood_still(
         now += 0.25
         gone = tenants.look()
     assert gone, "this process ran all the time, and heard nothing"
+
+
+def test_a_client_hears_anew_what_a_connection_that_it_never_used_was_told(
+    tenants: Tenants,
+) -> None:
+    ends = contextlib.ExitStack()
+
+    def connect() -> tuple[Channel, Channel]:
+        there, here = (Channel(end) for end in socket.socketpair())
+        ends.callback(there.close)
+        ends.callback(here.close)
+        first.connect(here)
+        return there, here
+
+    def heard(there: Channel) -> list[int]:
+        frames = [there.receive() for _ in range(2)]
+        return [decode_as(ExecutorUp, frame.kind, frame.meta).pid for frame in frames]
+
+    first = tenants.first
+    first.tell(ExecutorUp(0, 0, 11, "unix:a"))
+    with ends:
+        given_up, _ = connect()
+        first.tell(ExecutorUp(0, 1, 12, "unix:b"))
+        assert heard(given_up) == [11, 12]
+        there, here = connect()
+        assert heard(there) == [11, 12], "nothing has come on the other connection"
+        first.hear(here)
+        last, _ = connect()
+        first.tell(ExecutorUp(0, 0, 13, "unix:c"))
+        first.tell(ExecutorUp(0, 1, 14, "unix:d"))
+        assert heard(last) == [13, 14]

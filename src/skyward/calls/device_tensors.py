@@ -23,6 +23,9 @@ class CallDevices(Protocol):
     def holder(self, index: int) -> Holder | None:
         """Who holds a device; None if it is not one of the pool's."""
 
+    def rank_of(self, index: int, node: int, worker: int) -> int | None:
+        """The rank that a worker has in a mesh; None if the device is no mesh."""
+
     def open_on(self, node: int) -> list[int]:
         """The indices of the open devices of a node."""
 
@@ -111,12 +114,28 @@ class BroadcastTensors:
                     self._copy(each, storages)
                 self._workers = ()
             copies = self._copies.pop(worker, None)
-            return None if copies is None else _described(copies)
+            if copies is None:
+                return None
+            ranks = {
+                index: rank
+                for index in {each.device.index for each in copies if each is not None}
+                if (rank := self._devices.rank_of(index, *worker)) is not None
+            }
+            return _described(copies, ranks)
 
         return described
 
     def _copy(self, worker: tuple[int, int], storages: list[torch.UntypedStorage]) -> None:
         node, number = worker
+        meshes = {
+            storage.device.index
+            for storage in storages
+            if self._devices.rank_of(storage.device.index, node, number) is not None
+        }
+        if all(storage.device.index in meshes for storage in storages):
+            # Each worker has its own already.
+            self._copies[worker] = list(storages)
+            return
         reached = [(node, None), (node, number)]
         devices = [
             index for index in self._devices.open_on(node) if self._devices.holder(index) in reached
@@ -130,9 +149,12 @@ class BroadcastTensors:
 
 
 def _described(
-    storages: Sequence[torch.UntypedStorage | None],
+    storages: Sequence[torch.UntypedStorage | None], ranks: Mapping[int, int] | None = None
 ) -> list[tuple[bytes, torch.UntypedStorage]] | None:
-    """Storages with how others on their node open them; None if one is not there or cannot be."""
+    """Storages with how others on their node open them; None if one is not there or cannot be.
+
+    Of a mesh, it is those of the given rank.
+    """
     from skyward.device.core import core
 
     by_device: dict[int, list[int]] = {}
@@ -142,7 +164,9 @@ def _described(
         by_device.setdefault(storage.device.index, []).append(storage.data_ptr())
     descriptions: dict[int, bytes] = {}
     for index, pointers in by_device.items():
-        descriptions |= zip(pointers, core().export(index, pointers), strict=True)
+        descriptions |= zip(
+            pointers, core().export(index, pointers, (ranks or {}).get(index)), strict=True
+        )
     if not all(descriptions.values()):
         return None
     return [(descriptions[each.data_ptr()], each) for each in storages if each is not None]

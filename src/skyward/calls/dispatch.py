@@ -955,7 +955,7 @@ class Dispatcher:
         task.cancelled = problem is None or isinstance(problem, TaskCancelledError)
         reason = problem or TaskCancelledError(f"{task.name} was cancelled")
         with self.lanes.lock:
-            task.waiting = False
+            self.lanes.drop(task)
             lane = self.lanes.with_task(task)
         self._fail(task, reason)
         if lane is not None:

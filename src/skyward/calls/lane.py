@@ -750,10 +750,11 @@ class Lanes:
         return lane.neighbor.endpoints, lane.neighbor.certified
 
     def relist(self) -> None:
-        """Find every free slot again: a Ctrl-C may have interrupted the assigning of a task."""
+        """Find every free slot again, and count what waits: a Ctrl-C may have come between."""
         with self.lock:
             for load in self._by_load:
                 self._scheduler.relist(load)
+            self._scheduler.tidy()
         self.refill_all()
 
     def refill_all(self) -> None:
@@ -899,9 +900,13 @@ class Lanes:
         """Remove the waiting tasks that cannot run any more, and return them."""
         with self.lock:
             unrunnable = [task for task in self._scheduler.queued() if not can_run(task)]
-            for task in unrunnable:
-                task.waiting = False
+            self._scheduler.drop(unrunnable)
         return unrunnable
+
+    def drop(self, task: Task) -> None:
+        """Remove a task from the queue, if it waits there."""
+        with self.lock:
+            self._scheduler.drop([task])
 
     def take_all(self) -> list[Task]:
         """Empty the queue, and return every task, also those on lanes."""

@@ -9,6 +9,7 @@ import heapq
 import itertools
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -29,7 +30,7 @@ class Work(Protocol):
     pinned: Load[Any] | None
     """The executor process that the task must run in, and no other."""
     waiting: bool
-    """Whether the task is queued; False after it was cancelled in the queue."""
+    """Whether the task is queued; False after it was dropped from the queue."""
     order: int
     """The task's number in the queue; the scheduler sets it."""
     depth: int
@@ -185,6 +186,9 @@ class Scheduler(Generic[W]):
         self._at_node: dict[int, list[Load[W]]] = {}
         self._queue: deque[W] = deque()
         self._aimed: dict[object, deque[W]] = {}
+        self._backlog = 0
+        self._dropped = 0
+        """How many tasks in the queues wait no more, at most: they are removed together."""
         self._order = itertools.count()
         self._first = itertools.count(-1, -1)
         self._turn = itertools.count()
@@ -271,6 +275,7 @@ class Scheduler(Generic[W]):
     def queue(self, task: W, *, first: bool = False) -> None:
         """Keep a task until an executor has room; `first` puts it before all others."""
         task.order = next(self._first) if first else next(self._order)
+        self._backlog += 1
         aim: object = task.pinned or (task.worker if task.worker is not None else task.on)
         if aim is None and task.depth:
             heapq.heappush(self._nested, (-task.depth, task.order, task))
@@ -308,6 +313,7 @@ class Scheduler(Generic[W]):
         while self._nested:
             task = heapq.heappop(self._nested)[2]
             if task.waiting:
+                self._backlog -= 1
                 return task
         # Tasks for one worker or node are not sent ahead: a broadcast must run everywhere at once.
         queues = []
@@ -328,7 +334,10 @@ class Scheduler(Generic[W]):
                 queue.popleft()
             if queue and (best is None or queue[0].order < best[0].order):
                 best = queue
-        return best.popleft() if best else None
+        if best is None:
+            return None
+        self._backlog -= 1
+        return best.popleft()
 
     def queued(self) -> list[W]:
         """Every waiting task."""
@@ -342,9 +351,34 @@ class Scheduler(Generic[W]):
     def take_pinned(self, load: Load[W]) -> list[W]:
         """Remove the waiting tasks that only this executor can run, and return them."""
         tasks = [task for task in self._aimed.pop(load, ()) if task.waiting]
+        self._backlog -= len(tasks)
         for task in tasks:
             task.waiting = False
         return tasks
+
+    def drop(self, tasks: Iterable[W]) -> None:
+        """Let tasks that wait do so no more.
+
+        They are removed when they are more than those that wait: one by one, each would take as
+        long as the queue is.
+        """
+        for task in tasks:
+            if task.waiting:
+                task.waiting = False
+                self._backlog -= 1
+                self._dropped += 1
+        if self._dropped > self._backlog:
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Remove the tasks that wait no more, and count the others anew."""
+        self._queue = deque(task for task in self._queue if task.waiting)
+        self._nested = [each for each in self._nested if each[2].waiting]
+        heapq.heapify(self._nested)
+        left = {aim: [t for t in queue if t.waiting] for aim, queue in self._aimed.items()}
+        self._aimed = {aim: deque(tasks) for aim, tasks in left.items() if tasks}
+        self._dropped = 0
+        self._backlog = len(self._queue) + len(self._nested) + sum(map(len, left.values()))
 
     @property
     def may_have_queued(self) -> bool:
@@ -353,15 +387,13 @@ class Scheduler(Generic[W]):
 
     @property
     def backlog(self) -> int:
-        """How many tasks wait, including tasks that were cancelled while waiting."""
-        return len(self._queue) + len(self._nested) + sum(map(len, self._aimed.values()))
+        """How many tasks wait."""
+        return self._backlog
 
     def forget_queue(self) -> list[W]:
         """Remove every waiting task from the queue, and return them."""
         tasks = self.queued()
-        self._queue.clear()
-        self._nested.clear()
-        self._aimed.clear()
+        self.drop(tasks)
         return tasks
 
     def relist(self, load: Load[W]) -> None:

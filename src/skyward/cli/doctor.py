@@ -18,7 +18,7 @@ from skyward.cli.commands import FAILED, Command
 if TYPE_CHECKING:
     from skyward.cli.health import Check, Finding
 
-_PROVIDER_SECONDS = 15.0
+_PROVIDER_SECONDS = 30.0
 _ALL_SECONDS = 150.0
 """The longest check of this machine ends by itself before."""
 

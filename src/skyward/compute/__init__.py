@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import math
 import os
 import re
 import threading
@@ -89,6 +90,7 @@ from skyward.state.link import StateLink
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from skyward.page.server import PageServer
 
@@ -890,6 +892,38 @@ class Compute:
         fleet = self._open_fleet
         fleet.dispatcher.check_open()
         return torch.device("sky", fleet.devices.get(node, kind))
+
+    def mesh(self, kind: str = "auto", /, **sizes: int) -> DeviceMesh:
+        """A torch DeviceMesh over the pool, held by this program: a rank per GPU, or per worker.
+
+        Its dimensions are named as you like. PyTorch's DTensor, tensor parallelism, `fully_shard`
+        and collectives work on it; `mesh.device` is a torch device whose tensors exist once per
+        rank. `kind` is "cuda", "cpu" or "auto".
+
+        >>> mesh = compute.mesh(dp=2, tp=4)
+        >>> fully_shard(model.to(mesh.device), mesh=mesh["dp"])
+        """
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigurationError(f"mesh({name}={size!r}): give a whole number of ranks")
+        if not sizes:
+            raise ConfigurationError("mesh(): name its dimensions, such as compute.mesh(dp=4)")
+        if kind not in ("auto", "cpu", "cuda"):
+            raise NoDeviceError(f"mesh({kind!r}): give 'cuda', 'cpu' or 'auto'")
+        try:
+            from skyward.device.libraries import mesh as patches
+            from skyward.device.mesh import Mesh
+        except ModuleNotFoundError as problem:
+            raise NoDeviceError(
+                "mesh(): this needs torch, also where the script runs; install it with: "
+                "pip install 'skyward-torch[torch]'"
+            ) from problem
+        patches.install()
+        fleet = self._open_fleet
+        fleet.dispatcher.check_open()
+        kind = os.environ.get("SKYWARD_DEVICE") or kind
+        index, world = fleet.devices.mesh(math.prod(sizes.values()), kind)
+        return Mesh(index, sizes, world)
 
     def make_on_device(self, making: Making[T], index: int) -> T | None:
         """Make an object that can open a device's memory; None if the device is another pool's."""

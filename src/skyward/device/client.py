@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 
 from skyward.device import generation, recovery, remembered
 from skyward.device.core import core
 from skyward.device.library import DeviceProcess
 from skyward.device.meeting import BACKLOGS, ON_ONE_HOST, Whereabouts
 from skyward.device.processors import spared
+from skyward.device.ranks import Joining
 from skyward.device.recovery import recoveries
 from skyward.errors import DeviceError
 from skyward.wire.channel import Channel
+from skyward.wire.messages import DeviceUp
 from skyward.wire.native import NativeLink
 
 
@@ -29,16 +30,16 @@ class Device:
     def __init__(
         self,
         connect: Callable[[str], Channel],
-        kind: str,
+        up: DeviceUp,
         node: int,
-        properties: Mapping[str, Any],
         whereabouts: Whereabouts,
         *,
-        pid: int,
         lost: Callable[[str], None],
         again: int | None = None,
+        joining: Joining | None = None,
     ) -> None:
-        self.pid = pid
+        kind, properties = up.kind, up.properties
+        self.pid = up.pid
         """The number of its process on the node."""
         self._where = f"{kind} of node {node}"
         ways: list[int] = []
@@ -60,7 +61,7 @@ class Device:
             if shares_memory and not on_cpu:
                 opened.enter_context(spared())
             process = DeviceProcess(
-                tuple(ways), shares_memory, on_cpu, self._where, properties, whereabouts
+                tuple(ways), shares_memory, on_cpu, self._where, properties, whereabouts, joining
             )
             generation.install()
             if again is None:

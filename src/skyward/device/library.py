@@ -15,18 +15,20 @@ import msgspec
 from skyward.device import build, meeting, operators
 from skyward.device.meeting import Whereabouts
 from skyward.device.properties import DeviceProperties
+from skyward.device.ranks import Groups, Joining
 from skyward.errors import DeviceError
 from skyward.wire import native
 
 if TYPE_CHECKING:
     import torch
 
-# Their composite kernels are right as they are: they make tensors with our `empty`, or only look.
+# Their composite kernels are right as they are: they make tensors with our `empty`, only look, or
+# wrap what they are given.
 LEFT_COMPOSITE = (
     "empty_like new_empty new_empty_strided _copy_from _to_copy view lift_fresh lift detach_ "
     "resize_ resize_as_ set_ is_pinned _pin_memory rand randn _new_zeros_with_same_feature_meta "
     "as_strided_ squeeze_ unsqueeze_ t_ transpose_ _pack_padded_sequence block_diag "
-    "_test_parallel_materialize"
+    "_test_parallel_materialize _wrap_tensor_autograd"
 )
 DEVICES_MAX = 64
 
@@ -62,6 +64,8 @@ class DeviceProcess:
     properties: Mapping[str, Any]
     whereabouts: Whereabouts
     """Where the processes of other devices find it."""
+    joining: Joining | None = None
+    """If it is the first rank of a mesh: how it reaches the others."""
 
     @property
     def connections(self) -> tuple[Any, ...]:
@@ -105,8 +109,12 @@ class _Answer:
         self._at += size
         return self._content[self._at - size : self._at]
 
-    def number(self) -> int:
-        return int.from_bytes(self._take(8), "little")
+    @property
+    def is_left(self) -> bool:
+        return self._at < len(self._content)
+
+    def number(self, size: int = 8) -> int:
+        return int.from_bytes(self._take(size), "little")
 
     def text(self) -> bytes:
         return self._take(int.from_bytes(self._take(4), "little"))
@@ -153,6 +161,8 @@ class Core:
         self._kept: set[int] = set()
         """Indices of closed devices whose tensors another device may take over."""
         self._places: dict[int, str] = {}
+        self._meshes: set[int] = set()
+        """The devices whose operations are carried out by several ranks."""
         self._serials: dict[int, int] = {}
         self._properties: dict[int, DeviceProperties] = {}
         self.openings = [0] * DEVICES_MAX
@@ -190,12 +200,20 @@ class Core:
             serial = ctypes.c_uint32()
             self._call("sky_serial", index, ctypes.byref(serial))
             self._serials[index] = serial.value
+            self._meshes.discard(index)
+            if process.joining is not None:
+                self._meshes.add(index)
+                self._call("sky_join_mesh", index, msgspec.json.encode(process.joining))
             # As on other devices, a seed that was set before the device was opened applies to it.
             self.seed(index, torch.initial_seed())
         except BaseException:
             self.close(index, f"sky:{index} is gone: it could not be opened")
             raise
         return index
+
+    def make_groups(self, index: int, ranks: dict[str, list[list[int]]]) -> None:
+        """Make process groups of a mesh's ranks: for each name, the ranks of every group of it."""
+        self._call("sky_make_groups", index, msgspec.json.encode(Groups(ranks)))
 
     def _note(self, index: int, process: DeviceProcess) -> None:
         self._properties[index] = DeviceProperties(**process.properties)
@@ -325,12 +343,13 @@ class Core:
         """Set the state of the worker's own generator."""
         self._call("sky_set_state", index, state, ctypes.c_uint64(len(state)))
 
-    def export(self, index: int, storages: list[int]) -> list[bytes]:
+    def export(self, index: int, storages: list[int], rank: int | None = None) -> list[bytes]:
         """How other processes of the device's node open these storages; empty if they cannot.
 
         Storages are named by their data pointers. Waits for all earlier operations of the device.
+        Of a mesh, it is how processes of the rank's node open the rank's.
         """
-        reader = _Answer(self._exported(index, storages, numbered=False))
+        reader = _Answer(self._exported(index, storages, numbered=False, rank=rank))
         return [reader.text() for _ in storages]
 
     def kept_storages(self, index: int, storages: list[int]) -> list[tuple[int, bytes]]:
@@ -341,9 +360,17 @@ class Core:
         reader = _Answer(self._exported(index, storages, numbered=True))
         return [(reader.number(), reader.text()) for _ in storages]
 
-    def _exported(self, index: int, storages: list[int], *, numbered: bool) -> bytes:
+    def _exported(
+        self, index: int, storages: list[int], *, numbered: bool, rank: int | None = None
+    ) -> bytes:
         import torch
 
+        if index in self._meshes and rank is None:
+            raise DeviceError(
+                f"sky:{index} is a mesh, and this would see the memory of one of its ranks alone; "
+                "f(x) @ compute gives each worker its own rank's tensors, mesh.split takes the "
+                "batches of a DataLoader, and full_tensor() or .cpu() make a tensor to keep"
+            )
         # Raises an earlier error with its own class; the call below has only its text.
         torch.accelerator.synchronize(index)
         answer, size = ctypes.c_void_p(), ctypes.c_uint64()
@@ -355,7 +382,14 @@ class Core:
             ctypes.byref(answer),
             ctypes.byref(size),
         )
-        return ctypes.string_at(answer, size.value)
+        content = ctypes.string_at(answer, size.value)
+        if rank is None:
+            return content
+        reader, of_ranks = _Answer(content), {}
+        while reader.is_left:
+            number = reader.number(4)
+            of_ranks[number] = reader.text()
+        return of_ranks[rank]
 
     def adopt(self, index: int, places: Sequence[tuple[int, int]]) -> list[torch.UntypedStorage]:
         """Storages over memory that is in the device's process, by its (number, bytes)."""

@@ -76,7 +76,7 @@ class OwnTorch:
             self._programs = graphs.install(self.kind)
         self.core.sky_worker_import_operator(self._import_operator)
         if self.kind.startswith("cuda"):
-            self._captures = Captures(self.core, self.kind, self._import_whole)
+            self._captures = Captures(self.core, self.kind, self.import_whole)
 
     def _load_libraries(self, kind: str) -> bool:
         """Do without importing torch, if that is possible; returns whether it was."""
@@ -115,7 +115,7 @@ class OwnTorch:
         found = properties.of_gpu(int(index or 0), torch, cudnn)
         return None if found is None else (real, found)
 
-    def _import_whole(self) -> None:
+    def import_whole(self) -> None:
         """Import Python's part, if that has not been done."""
         if self._programs is None:
             self._import_apart()

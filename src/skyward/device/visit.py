@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from skyward.device import ranks
 from skyward.device.meeting import BACKLOGS, ON_ONE_HOST
 from skyward.device.peers import TERMS as PEER_TERMS
 from skyward.device.peers import Peers
@@ -27,16 +28,28 @@ class Visit:
     """Listens for one client alone: the next one has other endpoints."""
 
     def __init__(
-        self, where: str, pool: str, credentials: Credentials | None, peers: Peers, patience: float
+        self,
+        where: str,
+        pool: str,
+        credentials: Credentials | None,
+        peers: Peers,
+        patience: float,
+        ticket: str,
     ) -> None:
-        """`patience` is how long the process waits for a client whose connection was lost."""
+        """`patience` is how long the process waits for a client whose connection was lost.
+
+        With `ticket`, the rank above this one in a mesh may come in the client's place.
+        """
+        self._ticket = ticket
         self._arrived: dict[str, queue.SimpleQueue[Channel | None]] = {
             role: queue.SimpleQueue() for role in BACKLOGS
         }
         self._free = set(BACKLOGS)
         self._lock = threading.Lock()
         self._peers, self._patience = peers, patience
-        self.on_one_host = credentials is None
+        self._only_here = credentials is None
+        """Whether no client can come from another host."""
+        self.on_one_host = self._only_here
         """Whether the client is on this host, with sockets that the core uses itself."""
         self._held: list[Channel] = []
         self._over = False
@@ -47,20 +60,23 @@ class Visit:
         self.endpoint = self._listener.endpoint
 
     def _terms(self, hello: Hello) -> Terms:
-        if self._peers.is_peer(hello):
+        role = ranks.role_of(hello, self._ticket)
+        if not role and self._peers.is_peer(hello):
             return PEER_TERMS
-        return Terms(BACKLOGS.get(hello.role, 0), self._patience)
+        return Terms(BACKLOGS.get(role or hello.role, 0), self._patience)
 
     def _accept(self, channel: Channel, hello: Hello) -> None:
-        if self._peers.is_peer(hello):
+        role = ranks.role_of(hello, self._ticket)
+        if not role and self._peers.is_peer(hello):
             self._peers.accept(channel, hello)
             return
+        role = role or hello.role
         # A link of another session is closed.
         with self._lock:
-            is_first = hello.role in self._free
-            self._free.discard(hello.role)
+            is_first = role in self._free
+            self._free.discard(role)
         if is_first:
-            self._arrived[hello.role].put(channel)
+            self._arrived[role].put(channel)
         else:
             channel.close()
 
@@ -69,8 +85,11 @@ class Visit:
 
         `lost` is called when a connection over a network is lost for good. It may call `leave`.
         """
+        first = self._next(ON_ONE_HOST[0])
+        # In a pool with a network, the rank of a mesh above this one may be on this host.
+        self.on_one_host = first.shares_memory
         roles = ON_ONE_HOST if self.on_one_host else tuple(BACKLOGS)
-        channels = [self._next(role) for role in roles]
+        channels = [first, *(self._next(role) for role in roles[1:])]
         with self._lock:
             self._held = channels
             over = self._over
@@ -85,7 +104,7 @@ class Visit:
     def _next(self, role: str) -> Channel:
         patience = max(self._patience, ARRIVAL_SECONDS)
         try:
-            channel = self._arrived[role].get(timeout=None if self.on_one_host else patience)
+            channel = self._arrived[role].get(timeout=None if self._only_here else patience)
         except queue.Empty:
             raise NobodyCameError(f"the client did not connect within {patience:g} s") from None
         if channel is None:

@@ -15,6 +15,7 @@ import msgspec
 from skyward.device.agent_line import AgentLine
 from skyward.device.own_torch import OwnTorch
 from skyward.device.peers import Peers
+from skyward.device.ranks import OwnRank
 from skyward.device.visit import NobodyCameError, Visit
 from skyward.wire.handshake import Credentials
 from skyward.worker import process
@@ -45,10 +46,11 @@ def main() -> None:
     peers = Peers(torch.core, credentials)
     if credentials is not None:
         peers.use_links()
+    rank = OwnRank(torch.core, torch.kind, credentials, peers, torch.import_whole)
     line = AgentLine(config.line, torch.core, torch.kind)
 
     def visited_at(where: str) -> Visit:
-        visit = Visit(where, config.pool, credentials, peers, config.orphan_timeout)
+        visit = Visit(where, config.pool, credentials, peers, config.orphan_timeout, config.ticket)
         line.visited_by(visit)
         return visit
 
@@ -56,17 +58,18 @@ def main() -> None:
     announce({"endpoint": visit.endpoint, "kind": torch.kind, "properties": torch.properties})
     os.close(config.status)
     while True:
-        why = _serve(visit, torch, peers, line)
+        why = _serve(visit, torch, peers, rank, line)
         if not line.holds:
             _end(why)
         visit.close()
         peers.close()
+        rank.close()
         torch.forget()
         visit = visited_at(line.next_place())
         line.listens(visit.endpoint)
 
 
-def _serve(visit: Visit, torch: OwnTorch, peers: Peers, line: AgentLine) -> str:
+def _serve(visit: Visit, torch: OwnTorch, peers: Peers, rank: OwnRank, line: AgentLine) -> str:
     """Serve one client until it leaves; returns what went wrong, if anything."""
 
     def lost(why: str) -> None:
@@ -86,6 +89,7 @@ def _serve(visit: Visit, torch: OwnTorch, peers: Peers, line: AgentLine) -> str:
         torch.kind.encode(),
         peers.make_link,
         peers.end_link,
+        rank.join,
         message,
         ctypes.c_size_t(len(message)),
     )

@@ -6,9 +6,10 @@ import contextlib
 import itertools
 import os
 import queue
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from skyward.calls.device_tensors import Holder
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 START_SECONDS = 300.0
 """How long a device process may take: its first start on a machine compiles the worker core."""
+COLLECTIVE_SECONDS = 300.0
+"""How long the ranks of a mesh wait for each other in a collective before that fails."""
 LAST_SECONDS = 5.0
 """How long leaving a pool waits for its devices before it says so."""
 POLL_SECONDS = 0.05
@@ -56,6 +59,8 @@ class PoolDevices:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[int, queue.SimpleQueue[DeviceUp | DeviceDown]]] = {}
         self._open: dict[int, tuple[int, set[str], Device]] = {}
+        self._ranks: dict[int, tuple[int, int, str]] = {}
+        """The processes of meshes: the first one's number, the node and the rank's name."""
         self._lost: list[tuple[int, set[str], int]] = []
         """The node, kinds and index of lost devices whose tensors a checkpoint has."""
         self._kept: set[int] = set()
@@ -195,6 +200,20 @@ class PoolDevices:
         alone = self._spec.worker.per_node == "accelerator" and gpus
         return node, gpus[0] if alone else None
 
+    def rank_of(self, index: int, node: int, worker: int) -> int | None:
+        """The rank that a worker has in a mesh; None if the device is no mesh of this pool."""
+        first = next((n for n, (_, _, each) in self._open.items() if each.index == index), None)
+        nodes = [at for of, at, _ in list(self._ranks.values()) if of == first]
+        if not nodes:
+            return None
+        own = [rank for rank, at in enumerate(nodes) if at == node]
+        if worker >= len(own):
+            raise ConfigurationError(
+                f"the mesh sky:{index} has no rank for worker {worker} of node {node}, and the "
+                "function runs on every worker; make the mesh of as many ranks as there are workers"
+            )
+        return own[worker]
+
     def home(self, index: int) -> tuple[int, str] | None:
         """The node and the kind of a sky device of this pool; None if it has no such device."""
         found = self._place_of(index)
@@ -244,40 +263,55 @@ class PoolDevices:
                 return device.index
         return None
 
-    def _start(self, node: int, kind: str, *, back: bool, pid: int = 0) -> int:
-        from skyward.device.client import Device
+    def _start_processes(
+        self, places: Sequence[tuple[int, str]], pid: int = 0, ticket: str = ""
+    ) -> list[DeviceUp]:
+        """Start a device process at each place, which is a node and a kind."""
         from skyward.device.core import core
 
-        self._lost_as(node, {kind}, back=back)
-        number = next(self._numbers)
-        answers: queue.SimpleQueue[DeviceUp | DeviceDown] = queue.SimpleQueue()
-        self._waiting[number] = (node, answers)
+        asked: list[tuple[int, int, str]] = []
+        up: list[DeviceUp] = []
         try:
-            # First: the process may have to compile its core, as this one has, on another machine
-            # or another processor.
-            self._tell(node, OpenDevice(number, kind, pid))
-            try:
-                over_network = self._credentials is not None
-                parts = ("client", build.LINK) if over_network else ("client",)
-                build.libraries(parts, self._console.own_line)
-                core()
-                if over_network:
-                    core().use_links()
-            except BaseException:
+            # First: the processes may have to compile their core, as this one has, on another
+            # machine or another processor.
+            for node, kind in places:
+                number = next(self._numbers)
+                self._waiting[number] = (node, queue.SimpleQueue())
+                asked.append((number, node, kind))
+                self._tell(node, OpenDevice(number, kind, pid, ticket))
+            over_network = self._credentials is not None
+            parts = ("client", build.LINK) if over_network else ("client",)
+            build.libraries(parts, self._console.own_line)
+            core()
+            if over_network:
+                core().use_links()
+            for number, node, kind in asked:
+                answer = self._waiting[number][1].get(timeout=START_SECONDS)
+                if isinstance(answer, DeviceDown):
+                    raise NoDeviceError(f"device({kind!r}, node={node}): {answer.reason}")
+                up.append(answer)
+        except BaseException as problem:
+            for number, node, _ in asked:
                 with contextlib.suppress(SkywardError):
                     self._tell(node, CloseDevice(number))
-                raise
-            answer = answers.get(timeout=START_SECONDS)
-        except queue.Empty:
-            raise SkywardError(
-                f"the device process on node {node} did not start within {START_SECONDS:.0f} s; "
-                "see whether its machine is overloaded, and ask for the device again"
-            ) from None
+            if isinstance(problem, queue.Empty):
+                raise SkywardError(
+                    f"the device process on node {asked[len(up)][1]} did not start within "
+                    f"{START_SECONDS:.0f} s; see whether its machine is overloaded, and ask for "
+                    "the device again"
+                ) from None
+            raise
         finally:
-            del self._waiting[number]
-        if isinstance(answer, DeviceDown):
-            raise NoDeviceError(f"device({kind!r}, node={node}): {answer.reason}")
-        endpoint, real = answer.endpoint, answer.kind
+            for number, _, _ in asked:
+                del self._waiting[number]
+        return up
+
+    def _start(self, node: int, kind: str, *, back: bool, pid: int = 0) -> int:
+        from skyward.device.client import Device
+
+        self._lost_as(node, {kind}, back=back)
+        [answer] = self._start_processes([(node, kind)], pid)
+        number, endpoint, real = answer.number, answer.endpoint, answer.kind
         # "auto" and "cuda" may be the same device: both must give tensors of one torch device.
         same = None if pid else self._find(node, real, asked=kind)
         if same is not None:
@@ -287,11 +321,9 @@ class PoolDevices:
             before = self._lost_as(node, {kind, real}, back=back)
             device = Device(
                 lambda role: self._connect(node, endpoint, role),
-                real,
+                answer,
                 node,
-                answer.properties,
                 self._locate(node, endpoint),
-                pid=answer.pid,
                 lost=lambda why: self._given_up(node, number, why),
                 again=None if before is None else before[2],
             )
@@ -304,6 +336,80 @@ class PoolDevices:
         self._open[number] = (node, {kind, real}, device)
         self._events.emit(DeviceOpened, node, device.index, real)
         return device.index
+
+    def mesh(self, size: int, kind: str) -> tuple[int, str]:
+        """Open a device that is that many processes, which all carry out what it is told.
+
+        Returns its index, and the name of the process group of all.
+        """
+        from skyward.device.client import Device
+        from skyward.device.ranks import Joining, Rank, tree
+
+        with self._lock:
+            places = self._places(size, kind)
+            ticket = secrets.token_hex(16)
+            ups = self._start_processes(places, ticket=ticket)
+            nodes = [node for node, _ in places]
+            numbers = [up.number for up in ups]
+            world = f"sky-{self._id}-{numbers[0]}"
+            names = [f"rank {rank} (node {node})" for rank, node in enumerate(nodes)]
+            try:
+                found = [
+                    self._locate(node, up.endpoint) for node, up in zip(nodes, ups, strict=True)
+                ]
+                ranks = [
+                    Rank(rank, names[rank], there.pool, there.name, there.endpoints, ticket, [])
+                    for rank, there in enumerate(found)
+                ]
+                first = self._roster.get(nodes[0])
+                host = first.host.address if first is not None else "127.0.0.1"
+                device = Device(
+                    lambda role: self._connect(nodes[0], ups[0].endpoint, role),
+                    ups[0],
+                    nodes[0],
+                    found[0],
+                    lost=lambda why: self._given_up(nodes[0], numbers[0], why),
+                    joining=Joining(tree(ranks), size, world, COLLECTIVE_SECONDS, host),
+                )
+            except BaseException:
+                for number, node in zip(numbers, nodes, strict=True):
+                    with contextlib.suppress(SkywardError):
+                        self._tell(node, CloseDevice(number))
+                raise
+            kinds = {f"mesh of {size} {ups[0].kind}"}
+            self._open[numbers[0]] = (nodes[0], kinds, device)
+            for number, node, name in zip(numbers, nodes, names, strict=True):
+                self._ranks[number] = (numbers[0], node, name)
+            self._events.emit(DeviceOpened, nodes[0], device.index, *kinds)
+            return device.index, world
+
+    def _places(self, size: int, kind: str) -> list[tuple[int, str]]:
+        """The node and the kind of each rank of a mesh."""
+        places: list[tuple[int, str]] = []
+        for node in self._roster.nodes:
+            if not node.serves:
+                continue
+            gpus = 0 if kind == "cpu" else node.host.accelerators
+            per_node = self._spec.worker.per_node
+            workers = per_node if isinstance(per_node, int) else gpus
+            places += [
+                (node.index, f"cuda:{rank % gpus}" if gpus else "cpu")
+                for rank in range(max(gpus, workers))
+            ]
+        if size > len(places):
+            raise ConfigurationError(
+                f"mesh: it takes {size} ranks, and the pool has {len(places)} on "
+                f"{len(self._roster.nodes)} nodes; give more nodes, or more workers on each: "
+                "worker=sky.Worker(per_node=4)"
+            )
+        return places[:size]
+
+    def _end_ranks(self, first: int) -> None:
+        """End the processes of a mesh, if the device is one."""
+        for number, (of, node, _) in list(self._ranks.items()):
+            if of == first and self._ranks.pop(number, None) is not None:
+                with contextlib.suppress(SkywardError):
+                    self._tell(node, CloseDevice(number))
 
     def heard(self, message: DeviceUp | DeviceDown) -> None:
         """Take an agent's message that a device process listens, or has ended."""
@@ -318,7 +424,9 @@ class PoolDevices:
         for number, (at, answers) in list(self._waiting.items()):
             if at == node:
                 answers.put(DeviceDown(number, why))
-        self._lose([n for n, (at, _, _) in list(self._open.items()) if at == node], why)
+        there = {n for n, (at, _, _) in list(self._open.items()) if at == node}
+        there |= {n for n, (_, at, _) in list(self._ranks.items()) if at == node}
+        self._lose(sorted(there), why)
 
     def _given_up(self, node: int, number: int, why: str) -> None:
         """Close a device that cannot be reached any more, and end its process if that is alive."""
@@ -327,15 +435,20 @@ class PoolDevices:
             self._tell(node, CloseDevice(number))
 
     def _lose(self, numbers: list[int], why: str) -> None:
+        def take(each: int) -> tuple[int, str, tuple[int, set[str], Device] | None]:
+            number, _, name = self._ranks.get(each, (each, 0, ""))
+            return number, name, self._open.pop(number, None)
+
         def lose() -> None:
-            for number in numbers:
-                lost = self._open.pop(number, None)
+            for each in numbers:
+                number, name, lost = take(each)
                 if lost is None:
                     # The device may be starting; it is in `_open` when the lock is free.
                     with self._lock:
-                        lost = self._open.pop(number, None)
+                        number, name, lost = take(each)
                 if lost is not None:
-                    self._ended(*lost, why)
+                    self._ended(*lost, f"{name} is lost: {why}" if name else why)
+                    self._end_ranks(number)
 
         # On a thread of its own: a device starts under the lock, and waits for the calling thread.
         threading.Thread(target=lose, name="skyward-device-lost", daemon=True).start()
@@ -409,6 +522,7 @@ class PoolDevices:
             devices, self._open = self._open, {}
         for number, (node, _, device) in devices.items():
             device.end(why)
+            self._end_ranks(number)
             self._events.emit(DeviceClosed, node, device.index, why)
             recoveries.forget(device.index)
             with contextlib.suppress(SkywardError):

@@ -72,7 +72,7 @@ def again_if_cut(ask: Callable[[], T]) -> T:
 
 
 def not_there(index: int, there: Iterable[int]) -> ConfigurationError:
-    """The error for a node that a pool does not have, or that has no agent now."""
+    """The error for a node that a pool does not have."""
     return ConfigurationError(f"node {index} is not there; the pool's nodes are {list(there)}")
 
 

@@ -50,7 +50,7 @@ from skyward.events import (
     NodeStarting,
     NodeStopped,
 )
-from skyward.nodes.host import Approach, Host, not_there
+from skyward.nodes.host import CUT_TRIES, Approach, Host, not_there
 from skyward.nodes.kept import PoolKeeper, StartLease, found_machines
 from skyward.nodes.records import KeptNode
 from skyward.nodes.spec import PoolSpec
@@ -516,13 +516,14 @@ class Node:
             self.remove_machine()
             if before != "starting" and self._clock() - self._ready_since > STEADY_SECONDS:
                 self._starts = 1
-            never_served = before == "starting" and self.lost_since is None
             if before != "draining":
-                self.lost_since = self.lost_since or self._clock()
+                if self.joined:
+                    self.lost_since = self.lost_since or self._clock()
                 self._judge()
-                if never_served or self._starts >= START_ATTEMPTS or self.retries.exhausted:
+                if not self.joined or self._starts >= START_ATTEMPTS or self.retries.exhausted:
                     failure = PoolStartError(f"node {self.index} was lost: {reason}")
-                    self.fail(failure, retry=never_served)
+                    # As with any start that fails: others count on a node that has not served.
+                    self.fail(failure, retry=not self.joined)
             return loss
 
     def await_return(self) -> float | None:
@@ -1119,6 +1120,15 @@ class Node:
 
     def service(self, name: str) -> ServiceConnection:
         """A connection to a service of the agent; the caller closes it."""
+        for _ in range(CUT_TRIES - 1):
+            began = self._clock()
+            try:
+                return self.host.service(name, self._fleet.credentials)
+            except NodeLostError as problem:
+                # The agent has answered meanwhile: this connection alone was silent.
+                silent = isinstance(problem.__cause__, TimeoutError)
+                if not silent or self._heard <= began:
+                    raise
         return self.host.service(name, self._fleet.credentials)
 
     @property
@@ -1526,8 +1536,11 @@ class Roster:
     def service(self, index: int, name: str) -> ServiceConnection:
         """A connection to a service of a node's agent; the caller closes it."""
         node = self.get(index)
-        if node is None or not node.host.endpoint:
+        if node is None:
             raise not_there(index, [each.index for each in self.nodes])
+        if not node.host.endpoint:
+            why = node.failure or f"it is {node.state}"
+            raise NodeLostError(f"node {index} has no agent: {why}; see `compute.nodes`")
         return node.service(name)
 
     def begin_serving(self) -> None:

@@ -137,7 +137,9 @@ class SharedAllocation(Allocation[M]):
                 return await asyncio.shield(wanted.machine)
         except asyncio.CancelledError:
             if self.wanted.get(node) is wanted:
-                await self._settle(node, wanted)
+                # If the machine cannot be given back, who cancels looks for it, and `sky down`.
+                with contextlib.suppress(PoolError):
+                    await self._settle(node, wanted)
             raise
         except Exception as failure:
             problem = failure

@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from importlib import resources
 
@@ -83,6 +83,11 @@ class Piped:
     """What the shell around a command, whose number is in `$shell`, does before and after it."""
     ends_input = True
     """Whether a program's input ends when its socket is shut down for writing."""
+    begins_again = False
+    """Whether a command is begun again, once, if its streams end before its shell says a word.
+
+    It may run twice then, so all that are run there have to bear that.
+    """
     reads_rest = False
     """Whether the shell has to read what its command did not, before it says the status."""
 
@@ -110,15 +115,19 @@ class Piped:
         output: Callable[[bytes], None] | None = None,
     ) -> int:
         """Run a command below a shell; cancelling kills it."""
-        running = await self._begin(command, input, output)
-        work = asyncio.create_task(running.follow(input))
-        try:
-            status = await asyncio.shield(work)
-        except BaseException:
-            # Also if the caller is cancelled again.
-            await asyncio.shield(asyncio.create_task(self._kill(running, work)))
-            raise
-        return await self._ended(running, status)
+
+        async def once() -> _Command:
+            running = await self._begin(command, input, output)
+            work = asyncio.create_task(running.follow(input))
+            try:
+                await asyncio.shield(work)
+            except BaseException:
+                # Also if the caller is cancelled again.
+                await asyncio.shield(asyncio.create_task(self._kill(running, work)))
+                raise
+            return running
+
+        return await self._ended(once)
 
     async def call(
         self,
@@ -128,14 +137,23 @@ class Piped:
         output: Callable[[bytes], None] | None = None,
     ) -> int:
         """Run a command that ends by itself, also if the caller is cancelled."""
-        running = await self._begin(command, input, output)
-        return await self._ended(running, await running.follow(input))
 
-    async def _ended(self, running: _Command, status: int | None) -> int:
-        if status is None:
+        async def once() -> _Command:
+            running = await self._begin(command, input, output)
+            await running.follow(input)
+            return running
+
+        return await self._ended(once)
+
+    async def _ended(self, once: Callable[[], Awaitable[_Command]]) -> int:
+        """The status of a command, which `once` waits for."""
+        running = await once()
+        if running.status is None and not running.shell and self.begins_again:
+            running = await once()
+        if running.status is None:
             raise UnreachableError(await self.why_lost())
         await self.settle(running.end)
-        return status
+        return running.status
 
     async def _begin(
         self, command: Sequence[str], input: bytes, output: Callable[[bytes], None] | None

@@ -73,9 +73,11 @@ class Catalog:
     """The manifests of a store.
 
     A version's number is used once: deleting it leaves a mark, so that a name and a number mean the
-    same bytes for ever. The mark of the highest number stays, and the others for as long as a save
-    may be about to take a number that was free when it began. A running save has a lease: a file
-    that names the objects that the save reuses, so that the collector keeps them.
+    same bytes for ever. A manifest with a mark is no version: a save may have taken a number that
+    was deleted meanwhile, and not have taken the manifest back yet. The mark of the highest number
+    stays, and the others for as long as a save may be about to take a number that was free when it
+    began. A running save has a lease: a file that names the objects that the save reuses, so that
+    the collector keeps them.
     """
 
     def __init__(self, files: Files) -> None:
@@ -84,9 +86,11 @@ class Catalog:
 
     def numbers(self, name: str | None = None) -> dict[str, list[int]]:
         """The numbers of the versions, oldest first, of every model or of one."""
+        listed = self._listed(name)
+        gone = {(owner, number) for owner, number, is_mark in listed if is_mark}
         found: dict[str, list[int]] = {}
-        for owner, number, gone in self._listed(name):
-            if not gone:
+        for owner, number, _ in listed:
+            if (owner, number) not in gone:
                 found.setdefault(owner, []).append(number)
         return {owner: sorted(found[owner]) for owner in sorted(found)}
 
@@ -153,22 +157,27 @@ class Catalog:
 
     def has(self, name: str, version: int) -> bool:
         """Whether a version still exists."""
-        return self.files.size(f"models/{name}/{version}.json") is not None
+        path = f"models/{name}/{version}"
+        return self.files.size(f"{path}.json") is not None and not self._is_marked(path)
 
     def publish(self, drafts: Iterable[Manifest], name: str) -> Manifest:
         """Publish the first draft whose number is free; drafts are numbered upwards."""
         for draft in drafts:
-            path = f"models/{name}/{draft.version}.json"
-            if not self.files.create(path, _accepted(draft)):
+            path = f"models/{name}/{draft.version}"
+            if not self.files.create(f"{path}.json", _accepted(draft)):
                 continue
             # Another client may have published and deleted this number after the drafts got theirs.
-            if self.files.size(f"models/{name}/{draft.version}.gone") is None:
+            if not self._is_marked(path):
                 return self.keep(draft)
-            self.files.delete(path)
+            self.files.delete(f"{path}.json")
         raise StoreError(
             f"{self.files.url}: other clients took every version number of {name!r} that this "
             "save tried; save again, or under another name"
         )
+
+    def _is_marked(self, path: str) -> bool:
+        """Whether the version at a path without an ending was deleted."""
+        return self.files.size(f"{path}.gone") is not None
 
     def last_number(self, name: str) -> int:
         """The highest number ever used."""
@@ -221,46 +230,57 @@ class Catalog:
         return lost | {each for each in stored if reused[each] in deleted}
 
     def collect(self, older_than: float) -> int:
-        """Remove what no manifest and no lease names, and old marks; returns the bytes of that.
+        """Remove what no manifest and no lease names, and what is left of deleted versions.
+
+        Returns the bytes of that.
 
         A manifest that cannot be read stops the collection, because its objects are unknown. The
         manifests are read again after the leases, because a save publishes before it drops its
         lease: a save that published in between is seen now, and every other save still holds its
         lease.
+
+        The clock may be set back meanwhile, and what is written then would look old at once: ages
+        are those at the earliest time that the clock has shown so far.
         """
         now = time.time()
-        old = [
-            entry
-            for folder in ("objects", "tmp", "saves")
-            for entry in self.files.list(folder)
-            if entry.modified < now - older_than
-        ]
+        there = [e for folder in ("objects", "tmp", "saves") for e in self.files.list(folder)]
+        now = min(now, time.time())
+        old = [entry for entry in there if entry.modified < now - older_than]
         named: set[str] = set()
         seen: set[tuple[str, int]] = set()
         self._mark(named, seen)
-        for entry in self.files.list("saves"):
+        leases = self.files.list("saves")
+        now = min(now, time.time())
+        for entry in leases:
             if entry.modified >= now - GRACE:
                 named.update(object_path(name) for name in self._leased(entry.path))
         self._mark(named, seen)
         freed = 0
-        for entry in [*old, *self._old_marks(now - max(older_than, GRACE))]:
+        for entry in [*old, *self._deleted(now, max(older_than, GRACE))]:
             abandoned = not entry.path.startswith("saves/") or entry.modified < now - GRACE
             if entry.path not in named and abandoned:
                 self.files.delete(entry.path)
                 freed += entry.size
         return freed
 
-    def _old_marks(self, before: float) -> list[FileEntry]:
-        """The marks that are this old, except those of the highest numbers."""
+    def _deleted(self, now: float, seconds: float) -> list[FileEntry]:
+        """What is left of deleted versions: first manifests, which interrupted clients have left.
+
+        Then the marks that are older than that, except those of the highest numbers.
+        """
         found = self._entries(None)
+        before = min(now, time.time()) - seconds
+        marked = {(name, number) for _, name, number, gone in found if gone}
         highest: dict[str, int] = {}
         for _, name, number, _ in found:
             highest[name] = max(number, highest.get(name, 0))
-        return [
+        manifests = [e for e, name, number, gone in found if not gone and (name, number) in marked]
+        marks = [
             entry
             for entry, name, number, gone in found
             if gone and number < highest[name] and entry.modified < before
         ]
+        return [*manifests, *marks]
 
     def _mark(self, named: set[str], seen: set[tuple[str, int]]) -> None:
         """Add the objects of the versions that are not in `seen` yet."""

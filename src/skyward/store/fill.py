@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from skyward.errors import ModelMismatchError, StoreError
+from skyward.errors import ConfigurationError, ModelMismatchError, StoreError
 from skyward.store import values
 from skyward.store.catalog import manifest_url
 from skyward.store.load import Loading
@@ -173,6 +173,11 @@ class _Filling:
             view = self._state.views[name]
             if target is None or view is None or (converted and name.startswith(converted)):
                 self._given[name] = target
+            elif target.device.type == "meta" and hasattr(target, "device_mesh"):
+                raise ConfigurationError(
+                    f"load_model(into=...): {name} is sharded and has no memory yet; call "
+                    "to_empty(device=mesh.device) on the model first"
+                )
             elif target.device.type == "meta" and self._members.holds(name, target):
                 self._made[name] = target
             elif target.device.type != "meta" and self._members.shares(target):
@@ -240,7 +245,7 @@ class _Filling:
                 made = tensor_at(view, memory[storage]).to(self._made[name].dtype)
                 self._members.replace(name, made)
             elif name in self._copied:
-                self._copied[name].copy_(tensor_at(view, flat))
+                _copy(self._copied[name], tensor_at(view, flat))
             else:
                 self._loaded[number] = tensor_at(view, flat)
 
@@ -329,10 +334,19 @@ class _Members:
         return [name for name, tensor in named if tensor.device.type == "meta"]
 
 
+def _copy(target: torch.Tensor, saved: torch.Tensor) -> None:
+    if not values.is_sharded(target):
+        target.copy_(saved)
+        return
+    from skyward.device import sharded
+
+    sharded.write(target, saved)
+
+
 def _storage(tensor: torch.Tensor) -> int | None:
     """A number that identifies a tensor's storage, also on the meta device; None without one."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return values.storage_of(tensor)
     except (NotImplementedError, RuntimeError):  # sparse tensors, and some subclasses
         return None
 

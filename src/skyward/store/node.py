@@ -62,12 +62,14 @@ class NodeRequests:
 
         # Imported here: a process that only saves to a folder needs no pool.
         from skyward.compute.home import home_of
+        from skyward.device.mesh import mesh_at
 
         self._address = address
         self._url = files.url
         # "sky" alone means the current device; a device that is gone raises here.
         self.device = torch.empty(0, device=device).device
-        self._home = home_of(self.device)
+        # The ranks of a mesh may have different values: what is saved of them, the client knows.
+        self._home = None if mesh_at(self.device) else home_of(self.device)
 
     @property
     def possible(self) -> bool:

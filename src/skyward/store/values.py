@@ -284,7 +284,7 @@ class Span:
         if self.packed:
             flat = _fresh(self.size)
             # Packed on its own device, so that the bytes between the elements do not travel.
-            together = tensor if on_cpu else tensor.contiguous()
+            together = tensor if on_cpu else _whole(tensor)
             flat.view(tensor.dtype).view(tensor.shape).copy_(together)
         else:
             storage = tensor.untyped_storage()
@@ -294,6 +294,19 @@ class Span:
         block = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
         block.tensor = flat  # type: ignore[attr-defined]  # keeps the memory alive
         return memoryview(block).cast("B")
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor of `compute.mesh()`, of which each rank has a shard."""
+    return hasattr(tensor, "device_mesh") and tensor.device.type == "sky"
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if not is_sharded(tensor):
+        return tensor.contiguous()
+    from skyward.device import sharded
+
+    return sharded.read(tensor)
 
 
 def _fresh(size: int) -> torch.Tensor:
@@ -328,7 +341,7 @@ def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[Span], li
         reach = sum((extent - 1) * step for extent, step in steps)
         last = first + (reach + 1) * item
         placed = _Placed(index, tensor, first, last)
-        storages.setdefault(tensor.untyped_storage()._cdata, []).append(placed)
+        storages.setdefault(storage_of(tensor), []).append(placed)
     groups = [group for placed in storages.values() for group in _overlapping(placed)]
     groups.sort(key=lambda group: min(placed.index for placed in group))
     spans = []
@@ -338,6 +351,12 @@ def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[list[Span], li
         for placed in group:
             views[placed.index] = _view(placed, region, span)
     return spans, [view for view in views if view is not None]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that identifies a tensor's storage; of a DTensor, that of its shards."""
+    local: torch.Tensor = tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return int(local.untyped_storage()._cdata)
 
 
 def _overlapping(placed: list[_Placed]) -> list[list[_Placed]]:
@@ -361,8 +380,9 @@ def _span(group: list[_Placed]) -> Span:
     first = group[0].first // largest * largest
     last = max(placed.last for placed in group)
     payload = lead.tensor.numel() * item
-    if len(group) == 1 and last - first > 2 * payload:
+    if is_sharded(lead.tensor) or (len(group) == 1 and last - first > 2 * payload):
         # The tensor is mostly gaps, such as one column of a matrix: packing saves more than half.
+        # Or its shards are on several ranks.
         return Span(lead.tensor, 0, payload, True, dtype, list(lead.tensor.shape))
     if any(placed.tensor.dtype != lead.tensor.dtype for placed in group):
         return Span(lead.tensor, first, last, False, "uint8", [last - first])
@@ -399,7 +419,8 @@ def plain_tensor(path: str, tensor: torch.Tensor) -> torch.Tensor:
     def refused(what: str, advice: str) -> SerializationError:
         return SerializationError(f"{path}: {what} cannot be stored; {advice}")
 
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    plain_types = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if type(tensor) not in plain_types and not is_sharded(tensor):
         raise refused(f"a {type(tensor).__qualname__}", "turn it into a plain tensor first")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise refused(f"a tensor of layout {tensor.layout}", "turn it into a dense tensor first")

@@ -168,6 +168,9 @@ class OpenDevice(Message):
     kind: str
     pid: int = 0
     """The process that holds kept values and is wanted, and no other; 0 if any will do."""
+    ticket: str = ""
+    """What a process of another node shows to use the device for the client: the rank above it in a
+    mesh. Empty if none may."""
 
 
 class DeviceUp(Message):

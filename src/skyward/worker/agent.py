@@ -134,11 +134,11 @@ class Agent:
         except ProtocolError:
             channel.close()
             return
-        tenant.connect(channel)
         try:
+            tenant.connect(channel)
             while True:
                 frame = channel.receive()
-                tenant.heard = time.monotonic()
+                tenant.hear(channel)
                 self._handle(tenant, messages.decode(frame.kind, frame.meta))
         except (EOFError, OSError, ProtocolError):
             tenant.disconnect(channel)

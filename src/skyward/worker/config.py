@@ -85,6 +85,8 @@ class DeviceConfig(msgspec.Struct):
     search_path: list[str]
     orphan_timeout: float
     """How long the process waits for a client whose connection was lost."""
+    ticket: str
+    """What a rank of the same mesh shows to take the client's place; empty if none may."""
     status: int
     """Descriptor to announce the endpoint on."""
     lifeline: int

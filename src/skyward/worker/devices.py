@@ -278,7 +278,8 @@ class DeviceProcesses:
     def open(self, wanted: OpenDevice) -> None:
         """Get a process for one device, or start one; only on the agent's main thread."""
         owner = self._owner(wanted.number, up=False)
-        child = self._kept.take(wanted.kind, owner, wanted.pid)
+        # A rank of a mesh is a process of its own.
+        child = None if wanted.ticket else self._kept.take(wanted.kind, owner, wanted.pid)
         if child is None:
             self._start_for(wanted)
             return
@@ -338,6 +339,7 @@ class DeviceProcesses:
                     credentials=config.credentials,
                     search_path=config.search_path,
                     orphan_timeout=config.orphan_timeout,
+                    ticket=wanted.ticket,
                     status=status,
                     lifeline=lifeline,
                     stacks=stacks.pipe,

@@ -69,7 +69,13 @@ class Tenant:
         self._starts = starts
         self._lock = threading.Lock()
         self._channel: Channel | None = None
-        self._unsent: list[Message] = []
+        self._unheard: list[Message] = []
+        """What the client was told since it has sent nothing on its connection.
+
+        It may have given the connection up before it was made, and is told anew on its next one.
+        """
+        self._has_sent = False
+        """Whether the client has sent something on its connection."""
         self._cut_off = False
         """Whether a connection has ended that cannot come back."""
         self._group, self._members = "", frozenset[int]()
@@ -97,11 +103,20 @@ class Tenant:
         with self._lock:
             old, self._channel = self._channel, channel
             self.heard = time.monotonic()
-            waiting, self._unsent = self._unsent, []
-            for message in waiting:
+            self._has_sent = False
+            for message in self._unheard:
                 channel.send(message)
         if old is not None:
             old.close()
+
+    def hear(self, channel: Channel) -> None:
+        """Note that the client has sent something on this connection."""
+        self.heard = time.monotonic()
+        if not self._has_sent:
+            with self._lock:
+                if self._channel is channel:
+                    self._has_sent = True
+                    self._unheard.clear()
 
     def _changed(self, connected: bool) -> None:
         if connected:
@@ -120,10 +135,11 @@ class Tenant:
         with self._lock:
             if self.kept:
                 return
-            if self._channel is None:
-                self._unsent.append(message)
-                return
             channel = self._channel
+            if channel is None or not self._has_sent:
+                self._unheard.append(message)
+            if channel is None:
+                return
         with contextlib.suppress(OSError):
             channel.send(message)
 
@@ -134,7 +150,7 @@ class Tenant:
         self.devices.close_all()
         with self._lock:
             self.kept = True
-            channel, self._channel, self._unsent = self._channel, None, []
+            channel, self._channel, self._unheard = self._channel, None, []
         if channel is not None:
             channel.close()
 

@@ -41,13 +41,16 @@ class Patches(MetaPathFinder):
     def __init__(self, patches: Mapping[str, Patch]) -> None:
         self._waiting = dict(patches)
 
-    def install(self) -> None:
-        """Patch what is imported already, and wait for the rest."""
+    def install(self, *, everywhere: bool = False) -> None:
+        """Patch what is imported already, and wait for the rest.
+
+        `everywhere` replaces what the user's own modules took out of a library, too.
+        """
         sys.meta_path.insert(0, self)
         for name in list(self._waiting):
             if name in sys.modules:
                 self._patch(sys.modules[name])
-        _spread()
+        _spread(None if everywhere else USERS)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -113,10 +116,10 @@ _replaced: dict[int, tuple[Any, Any]] = {}
 """What was replaced in its own module, and by what; who imports it later gets the new one."""
 
 
-def _spread() -> None:
-    """Replace it also where it was imported before."""
+def _spread(users: set[str] | None) -> None:
+    """Replace it also where it was imported before: in modules of these packages, or in all."""
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in USERS:
+        if users is None or name.partition(".")[0] in users:
             # Not getattr: a lazy module would import all it has.
             for key, value in list(getattr(module, "__dict__", {}).items()):
                 original, new = _replaced.get(id(value), (None, None))

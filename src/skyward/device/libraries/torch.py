@@ -117,7 +117,8 @@ def _refusing(module: ModuleType, name: str, reason: str) -> None:
     def init(original: Callable[..., None]) -> Callable[..., None]:
         def with_a_reason(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
             device = next((p.device for p in model.parameters() if p.device.type == "sky"), None)
-            if device is not None:
+            group = kwargs.get("process_group") or kwargs.get("device_mesh")
+            if device is not None and getattr(group, "device", None) != device:
                 raise ValueError(reason.format(device=device))
             original(self, model, *args, **kwargs)
 
@@ -141,9 +142,8 @@ def _distributed_data_parallel(module: ModuleType, choice: Choice) -> None:
         module,
         "DistributedDataParallel",
         "DistributedDataParallel wants a process for each copy of a model, and this one process "
-        "is the client of {device}; run the training on every node with `@` and "
-        "sky.plugins.torch(), or keep a copy of the model on each of compute.devices() and add "
-        "their gradients up",
+        "is the client of {device}; use mesh.replicate(model) of a mesh, compute.mesh(dp=2), or "
+        "run the training on every node with `@` and sky.plugins.torch()",
     )
 
 

@@ -16,7 +16,7 @@ from skyward.device.replay.numbers import (
     dependent,
     leaves_of,
 )
-from skyward.device.replay.surroundings import Spot
+from skyward.device.replay.surroundings import Spot, local
 from skyward.device.replay.tape import (
     GIVE,
     Made,
@@ -53,6 +53,8 @@ class TensorView:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    spec: Any = None
+    """How the ranks have a DTensor in parts, of which this is each one's own."""
 
     @property
     def bytes(self) -> int:
@@ -129,6 +131,7 @@ class TapedCall:
             self.hosts,
             self.replaced,
             self.schedulers,
+            self.tape.streams,
             str(self.problem),
         )
 
@@ -275,7 +278,8 @@ def _inputs(samples: Sequence[TapedCall]) -> list[int]:
 
 def _differ(tensors: Sequence[Any]) -> bool:
     """Whether these are not always the same memory; None is one that differed before."""
-    places = {None if t is None else (t.untyped_storage()._cdata, t.data_ptr()) for t in tensors}
+    own = [t if t is None else local(t) for t in tensors]
+    places = {None if t is None else (t.untyped_storage()._cdata, t.data_ptr()) for t in own}
     return None in places or len(places) > 1
 
 
@@ -349,7 +353,7 @@ class _Content:
         for number in plan.inputs:
             if uploads.count(number) > 1:
                 raise Unfit(f"it copies argument {number} to the device twice; do so once")
-            given = plan.sample.arguments[number]
+            given = local(plan.sample.arguments[number])
             target = targets.get(number)
             name: Name = ("argument", number) if target is None else target.into
             if target is not None and (name[0] != "made" or target.offset):

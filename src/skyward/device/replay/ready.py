@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from skyward.device.library import Core
 from skyward.device.replay.numbers import Leaf
 from skyward.device.replay.program import KeptProgram, Plan, TapedCall, Unfit, numbers_for
 from skyward.device.replay.recorder import Recorder
-from skyward.device.replay.surroundings import Spot, home, is_on_host, is_sky, kind_of, same
+from skyward.device.replay.surroundings import Spot, home, is_on_host, is_sky, kind_of, local, same
 from skyward.device.replay.tape import Name, Uploaded
 
 HOST_MOST = 4 << 10
@@ -42,14 +43,16 @@ class _OnHost:
 
     def __init__(self, tensor: Any, change: float) -> None:
         self._tensor, self._change = tensor, change
-        # Adding to its memory takes 0.5 us, and adding to the tensor 4 us.
-        self._array = tensor.detach().numpy()
-        self._version = -1
+        self._version, self._now, self._next = -1, math.nan, math.nan
         self._look()
 
     def _look(self) -> None:
         if self._tensor._version != self._version:
-            self._version, self._now = self._tensor._version, self._tensor.item()
+            # Adding to its memory takes 0.5 us, and adding to the tensor 4 us.
+            self._version, self._array = self._tensor._version, self._tensor.detach().numpy()
+        # Another program changes it without a new version.
+        if (now := self._array.item()) != self._now:
+            self._now = now
             self._next = (self._array + self._array.dtype.type(self._change)).item()
 
     def before(self, leaves: list[Any]) -> Any:
@@ -88,11 +91,12 @@ class _Carried:
     def __init__(self, owners: list[Any], gradients: list[Any], own: list[Any]) -> None:
         self._owners, self._gradients = owners, gradients
         # Asking for one adds a reference to it, so all are asked for now.
-        self._storages = [each.untyped_storage() for each in gradients]
-        over = collections.Counter(
-            each.untyped_storage()._cdata
-            for each in {id(t): t for t in [*own, *gradients]}.values()
-        )
+        self._locals = [local(each) for each in gradients if local(each) is not each]
+        self._storages = [local(each).untyped_storage() for each in gradients]
+        known = {id(each): each for each in map(local, [*own, *gradients])}
+        # A view of a tensor has that too.
+        known |= {id(each._base): each._base for each in [*known.values()] if each._is_view()}
+        over = collections.Counter(each.untyped_storage()._cdata for each in known.values())
         self.sharers = [over[each._cdata] for each in self._storages]
         """How many tensors of the program's are over the storage of each."""
 
@@ -108,6 +112,10 @@ class _Carried:
             for count, owner, gradient in zip(
                 self.references(), self._owners, self._gradients, strict=True
             )
+        ) or any(
+            # By its DTensor, and by this list.
+            count > _held[id(each)] + 3
+            for count, each in zip(map(sys.getrefcount, self._locals), self._locals, strict=True)
         )
 
 
@@ -184,7 +192,7 @@ class Ready:
             if kind == "slot":
                 return int(which)
             tensor = self._tensors[str(which)] if kind == "place" else sample.arguments[int(which)]
-            slot = self._core.slot(self._index, tensor.untyped_storage().data_ptr())
+            slot = self._core.slot(self._index, local(tensor).untyped_storage().data_ptr())
             if slot is None:
                 raise Unfit(f"{which} is not on the device any more")
             return slot
@@ -213,9 +221,15 @@ class Ready:
             for leaf, value in sample.leaves.items()
             if leaf not in plan.loose and not isinstance(leaf, Spot)
         ]
-        self._device_tensors = [each for each in self._tensors.values() if is_sky(each)]
+        on_device = [each for each in self._tensors.values() if is_sky(each)]
+        self._device_tensors = [*map(local, on_device)]
+        self._dtensors = [
+            (each, own, each.requires_grad)
+            for each, own in zip(on_device, self._device_tensors, strict=True)
+            if each is not own
+        ]
         # Others have none.
-        self._hooked = [each for each in self._device_tensors if each.requires_grad]
+        self._hooked = [each for each in on_device if each.requires_grad]
         self._hooks = [*map(_hooks, self._hooked)]
         # Gradients that are there after a replay, in memory that stays, or that are not.
         self._remade = [
@@ -250,7 +264,7 @@ class Ready:
                     raise Unfit(f"argument {number} is used on the host; move it to the device")
                 self._given_on_host.append((number, each.clone()))
         self._fixed = [
-            (number, each.data_ptr())
+            (number, local(each).data_ptr())
             for number, each in enumerate(sample.arguments)
             if is_sky(each) and number not in self.program.inputs
             if ("argument", number) in sample.tape.names
@@ -262,6 +276,7 @@ class Ready:
         ]
         written = {name for step in sample.tape.steps for name in getattr(step, "written", ())}
         self._written = [self._tensors[str(which)] for kind, which in written if kind == "place"]
+        self._written += [local(each) for each in self._written if local(each) is not each]
         self._setters: list[tuple[Any, int]] = []
         for path, at in self.program.assigned.items():
             if path not in found.owners:
@@ -270,6 +285,11 @@ class Ready:
         self._on_device = [at for at, each in enumerate(recorder.given) if is_sky(each)]
         self._reached = {each.untyped_storage()._cdata for each in self._device_tensors}
         self._device = torch.device("sky", self._index)
+        now = torch.accelerator.current_stream(self._device)
+        self._streams = [
+            torch.Stream(stream_id=each, device_index=self._index, device_type=now.device_type)
+            for each in sorted(sample.tape.streams)
+        ]
         # Which of the tensors that the program gives each view is, if it is one of them.
         given = iter(range(len(self.program.views)))
         self._fresh = [
@@ -283,6 +303,7 @@ class Ready:
         own = [
             *self._tensors.values(),
             *self._device_tensors,
+            *(each for pair in self._dtensors for each in pair[:2]),
             *self._gradients,
             *self._written,
             *(gradient for _, gradient in self._remade),
@@ -293,7 +314,7 @@ class Ready:
         self._carried = _Carried([owner for owner, _ in remade], gradients, own)
         most = [_sharers() + count for count in self._carried.sharers]
         anyhow = [-1] * len(self._device_tensors)
-        self.program.watch([*self._device_tensors, *gradients], [*anyhow, *most])
+        self.program.watch([*self._device_tensors, *map(local, gradients)], [*anyhow, *most])
         held = [*map(id, own), *map(id, gradients)]
         _held.update(held)
         weakref.finalize(self, _let_go, self.program, held)
@@ -317,11 +338,15 @@ class Ready:
             and self._guards.hold()
             and self.program.finds_unchanged()
             and [*map(_hooks, self._hooked)] == self._hooks
+            and all(
+                each._local_tensor is own and each.requires_grad is requires_grad
+                for each, own, requires_grad in self._dtensors
+            )
             and all(a.grad is b for (_, a), b in zip(self._owners, self._gradients, strict=True))
             and all((each.grad is None) is is_none for each, is_none in self._other_gradients)
             and [each._version for each in self._host_tensors] == self._host_versions
             and all(torch.equal(each, before) for each, before in self._host_contents)
-            and all(leaves[number].data_ptr() == at for number, at in self._fixed)
+            and all(local(leaves[number]).data_ptr() == at for number, at in self._fixed)
             and all(same(find(leaves), value) for find, value in self._constant)
             and all(torch.equal(leaves[number], each) for number, each in self._given_on_host)
             and self._are_apart(leaves)
@@ -330,7 +355,7 @@ class Ready:
 
     def _are_apart(self, leaves: list[Any]) -> bool:
         """Whether no argument shares its memory with another, or with what is reached."""
-        storages = [leaves[at].untyped_storage()._cdata for at in self._on_device]
+        storages = [local(leaves[at]).untyped_storage()._cdata for at in self._on_device]
         return len({*storages}) == len(storages) and self._reached.isdisjoint(storages)
 
     def run(self, leaves: list[Any]) -> tuple[bool, Any]:
@@ -357,12 +382,12 @@ class Ready:
             numbers = None  # the function raises it where it does
         if numbers is None:
             return False, None
-        inputs = [leaves[number] for number in self.program.inputs]
+        inputs = [local(leaves[number]) for number in self.program.inputs]
         for at in self._from_host:
             inputs[at] = inputs[at].to(self._device, non_blocking=True)
         reals = [float(numbers[at]) for at in self._reals]
         integers = [numbers[at] for at in self._integers]
-        made = self.program.run(inputs, reals, integers)
+        made = self._run(inputs, reals, integers)
         for place, value in zip(self._updates, numbers[self._sent :], strict=False):
             place.set(value)
         for number in self._hosts.values():
@@ -389,10 +414,34 @@ class Ready:
                 place.set(value)
         return True, pytree.tree_unflatten(flat[:count], self._sample.tree)
 
+    def _run(self, inputs: list[Any], reals: list[float], integers: list[int]) -> list[Any]:
+        """Have the program run, between all that the streams do that the function has used."""
+        import torch
+
+        if not self._streams:
+            return self.program.run(inputs, reals, integers)
+        # The program is one row of operations, in which there is nothing to wait for.
+        current = torch.accelerator.current_stream(self._device)
+        others = [each for each in self._streams if each != current]
+        for each in others:
+            current.wait_stream(each)
+        made = self.program.run(inputs, reals, integers)
+        for each in others:
+            each.wait_stream(current)
+            for tensor in made:
+                tensor.record_stream(each)
+        return made
+
     def _view(self, at: int, made: list[Any], inputs: list[Any], leaves: list[Any]) -> Any:
         """One of the tensors of the program, or of those that were there before."""
-        fresh = self._fresh[at]
-        return self._base(at, inputs, leaves) if fresh is None else made[fresh]
+        fresh, spec = self._fresh[at], self.program.views[at].spec
+        found = self._base(at, inputs, leaves) if fresh is None else made[fresh]
+        if spec is None:
+            return found
+        from torch.distributed.tensor import DTensor
+
+        make: Any = DTensor
+        return make(found, spec, requires_grad=False)
 
     def _found(self) -> Iterator[tuple[str, Any]]:
         """How the leaves of the result are found: of what kind each is, and which of them."""
@@ -436,11 +485,11 @@ class Ready:
         kind, which = view.storage
         if view.storage in self.program.carried:
             # The next call changes it.
-            base = self._tensors[self.program.carried[view.storage]]
+            base = local(self._tensors[self.program.carried[view.storage]])
             return base.detach().as_strided(view.sizes, view.strides, view.offset).clone()
         if view.storage in self.program.uploaded:
             base = inputs[self.program.uploaded[view.storage]]
         else:
-            base = self._tensors[str(which)] if kind == "place" else leaves[int(which)]
+            base = local(self._tensors[str(which)] if kind == "place" else leaves[int(which)])
         begin = base.storage_offset() if kind == "argument" else 0
         return base.detach().as_strided(view.sizes, view.strides, begin + view.offset)

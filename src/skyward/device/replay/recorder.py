@@ -26,6 +26,7 @@ from skyward.device.replay.surroundings import (
     home,
     is_on_host,
     is_sky,
+    local,
 )
 from skyward.device.replay.tape import Name, TapedOperation
 
@@ -97,6 +98,7 @@ class Recorder:
 
     def record(self, leaves: list[Any], tree: Any) -> tuple[Any, TapedCall | None]:
         """What the function returns, and what it has done."""
+        import torch
         from torch.utils import _pytree as pytree
 
         found, count = self.surroundings, len(leaves)
@@ -106,8 +108,11 @@ class Recorder:
         given = self._plant_arguments(leaves)
         args, kwargs = pytree.tree_unflatten(given[:count], tree)
         recording = TapedCall(tape.Tape(), self._scope, self._values, list(leaves))
-        if found.problem or len(indices) != 1:
-            reached = found.problem or f"{len(indices)} devices"
+        unfit = found.problem
+        if any(hasattr(local(each), "__tensor_flatten__") for each in tensors):
+            unfit = "tensors that consist of others"
+        if unfit or len(indices) != 1:
+            reached = unfit or f"{len(indices)} devices"
             recording.problem = Unfit(f"it reaches {reached}")
             args, kwargs = pytree.tree_unflatten(leaves[:count], tree)
             return self._function(*args, **kwargs), recording
@@ -121,6 +126,7 @@ class Recorder:
         guards = found.guards({*self.renewed})
         self.gradients = {path: owner.grad for path, owner in found.owners.items()}
         drawn = _random_states()
+        stream = torch.accelerator.current_stream(self.index)
         self._versions = {path: t._version for path, t in found.tensors.items() if is_on_host(t)}
         self._told = recording.told = {
             path: t.item() for path, t in found.tensors.items() if _is_host(t)
@@ -134,7 +140,9 @@ class Recorder:
             following = following.pop_all()
         try:
             with following, followed_through_math(), self._reading(), self._scheduling(planted):
-                result = self._function(*args, **kwargs)
+                result = pytree.tree_map(_waited, self._function(*args, **kwargs))
+                for owner in found.owners.values():
+                    _waited(owner.grad)
         finally:
             content = self.core.stop_tape(self.index)
             ended = {place: place.get() for place in planted}
@@ -148,11 +156,14 @@ class Recorder:
                 self._hosts_of_arguments(leaves),
                 {n: each.nbytes for n, each in enumerate(leaves) if is_on_host(each)},
                 {
-                    n: each.storage_offset() * each.itemsize
+                    n: local(each).storage_offset() * each.itemsize
                     for n, each in enumerate(leaves)
                     if is_sky(each)
                 },
             )
+            recording.tape.streams.discard(stream.stream_id)
+            if torch.accelerator.current_stream(self.index) != stream:
+                raise Unfit("it leaves another stream the current one")
             if _random_states() != drawn:
                 raise Unfit("it draws random numbers on the host")
             self._explain(recording, ended, guards, others)
@@ -251,7 +262,10 @@ class Recorder:
         ]
 
     def _slot(self, tensor: Any) -> int:
-        slot = self.core.slot(self.index, tensor.untyped_storage().data_ptr())
+        own = local(tensor)
+        if hasattr(own, "__tensor_flatten__"):
+            raise Unfit("it works with tensors that consist of others")
+        slot = self.core.slot(self.index, own.untyped_storage().data_ptr())
         return -1 if slot is None else slot
 
     def _before(self) -> dict[str, int]:
@@ -286,7 +300,9 @@ class Recorder:
 
         def looking(name: str) -> Callable[..., Any]:
             def look(self: Any, *arguments: Any, **options: Any) -> Any:
-                if self.device.type == "cpu" and threading.get_ident() == mine:
+                is_here = self.device.type == "cpu" and threading.get_ident() == mine
+                # The ranks of a DeviceMesh are a tensor, and stay what they are.
+                if is_here and not _is_of_meshes(sys._getframe(1).f_globals):
                     recorder._looks_at_host = name
                 return getattr(torch._C.TensorBase, name)(self, *arguments, **options)
 
@@ -481,7 +497,7 @@ class Recorder:
                 view = _view(leaf, name)
                 if name[0] == "argument":
                     # Told from where the argument begins.
-                    begin = leaves[int(name[1])].storage_offset()
+                    begin = local(leaves[int(name[1])]).storage_offset()
                     view = dataclasses.replace(view, offset=view.offset - begin)
                 recording.results.append(Returned("view", view))
             elif is_on_host(leaf) and leaf.data_ptr() in addresses:
@@ -535,6 +551,23 @@ class Recorder:
                 )
 
 
+def _is_of_meshes(variables: dict[str, Any]) -> bool:
+    """Whether code is that of PyTorch's meshes and DTensors."""
+    name = str(variables.get("__name__"))
+    return name.startswith(("torch.distributed.device_mesh", "torch.distributed.tensor."))
+
+
+def _waited(leaf: Any) -> Any:
+    """What a collective gives, when it has come; a DTensor has it in itself then."""
+    own = local(leaf)
+    if type(own).__name__ != "AsyncCollectiveTensor":
+        return leaf
+    if own is leaf:
+        return leaf.wait()
+    leaf._local_tensor = own.wait()
+    return leaf
+
+
 def _are_tensors(value: Any) -> bool:
     """Whether it is a tensor of a device, or a list or tuple of such."""
     if isinstance(value, list | tuple):
@@ -549,7 +582,8 @@ def _is_host(leaf: Any) -> bool:
 
 def _view(tensor: Any, name: Name) -> TensorView:
     code = DTYPES.index(str(tensor.dtype)[6:])
-    return TensorView(name, code, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    own, spec = local(tensor), getattr(tensor, "_spec", None)
+    return TensorView(name, code, tuple(own.shape), own.stride(), own.storage_offset(), spec)
 
 
 def _has_graph(tensor: Any) -> bool:

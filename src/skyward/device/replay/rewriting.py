@@ -63,11 +63,11 @@ FREE = ("skyward", "sys", "inspect")
 """Libraries whose functions are called as they are: some look at who calls them."""
 KEEPING = ("append", "appendleft", "extend", "add", "update", "get", "setdefault")
 """Methods of Python's containers which do the same."""
-
 GENERATED = frozenset(
     f"__{name}__"
     for name in ("init", "new", "repr", "eq", "hash", "lt", "le", "gt", "ge", "setattr", "delattr")
 )
+"""Methods that `dataclasses` and others make of text: they have no source to be read."""
 
 
 class NotRewritableError(Exception):

@@ -372,6 +372,10 @@ class _Walk:
             self._todo.append((value, path))
 
     def _object(self, value: Any, path: str) -> None:
+        if type(value).__name__ == "FSDPState":
+            items = functools.partial(_of_sharding, value)
+            self._contain(_Items(value, items), f"what fully_shard keeps for {path}")
+            return
         is_known = isinstance(value, self._stateful)
         if not is_known and type(value).__module__.partition(".")[0] in OPAQUE:
             return
@@ -490,6 +494,22 @@ class _Variable:
         self._write(value)
 
 
+def _of_sharding(state: Any) -> list[Any]:
+    """What decides what `fully_shard` does with a module, and the gradients that it has there."""
+    found = [state._state_ctx.is_last_backward]
+    for group in state._fsdp_param_groups:
+        found += [each for each in vars(group).values() if isinstance(each, SCALARS)]
+        kept = [group._partial_reduce_output]
+        for each in group.fsdp_params:
+            found.append(each.sharded_state.name)
+            kept += [
+                each.unsharded_accumulated_grad,
+                getattr(getattr(each, "_unsharded_param", None), "grad", None),
+            ]
+        found += [id(each) for each in kept if each is not None]
+    return found
+
+
 def _attributes(kind: type) -> list[Any]:
     return [*vars(kind).values()]
 
@@ -541,7 +561,10 @@ def kind_of(leaf: Any) -> Any:
     import torch
 
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+        kind = leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+        if (own := local(leaf)) is leaf:
+            return kind
+        return *kind, getattr(leaf, "_spec", None), own.shape, own.stride()
     if type(leaf) is float:
         return float
     # Other objects are what they are; what is in them is looked at in each call.
@@ -566,6 +589,11 @@ def is_tensor(leaf: Any) -> bool:
     import torch
 
     return isinstance(leaf, torch.Tensor)
+
+
+def local(tensor: Any) -> Any:
+    """What each rank has of a DTensor; any other tensor is that itself."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def is_sky(leaf: Any) -> bool:

@@ -13,6 +13,8 @@ SIZES = {"s": 4, "w": 4, "o": 8, "h": 16, "g": 4, "i": 8, "r": 8, "c": 16}
 
 ELEMENTS = {0: "<B", 1: "<b", 2: "<h", 3: "<i", 4: "<q", 6: "<f", 7: "<d"}
 """How one number of a dtype lies in memory, by the dtype's number in PyTorch."""
+RECORD_TIMED, RECORD, BLOCK, FORGET = 0, 1, 2, 7
+"""What is done with an event: `EventAction` in `csrc/wire/records.h`."""
 FRACTIONS = 5
 """Dtypes from this number on are not of whole numbers."""
 GIVE = "give what differs from call to call as an argument"
@@ -136,6 +138,8 @@ class Tape:
     living: set[Name] = field(default_factory=set)
     """What was made and not freed."""
     settings: int = 0
+    streams: set[int] = field(default_factory=set)
+    """Those that it uses besides the one that it began on."""
     problem: tuple[str, int] | None = None
     """What cannot be done again, and its line."""
 
@@ -180,6 +184,9 @@ def read(
     tape, reader = Tape(), _NotedBytes(content)
     now: dict[int, Name] = {slot: ("place", path) for slot, path in places.items()}
     now |= {slot: ("argument", number) for slot, number in arguments.items()}
+    emptied: dict[int, Name] = {}
+    """What slots are without memory that they are given for a while."""
+    events: set[int] = set()
     made = 0
     line = 0
 
@@ -205,6 +212,23 @@ def read(
         if kind == 2:
             (slot,) = reader.take("I")
             tape.living.discard(now.pop(slot, ("slot", slot)))
+            tape.living.discard(emptied.pop(slot, ("slot", slot)))
+            continue
+        if kind == 7:
+            tape.streams |= {*reader.take("I")}
+            continue
+        if kind == 8:
+            event, action, stream = reader.take("IBI")
+            if action == RECORD_TIMED:
+                block("it records an event that takes the time; record it outside")
+            elif action == RECORD:
+                events.add(event)
+            elif action == BLOCK and event not in events:
+                block("it waits for an event from outside; wait outside")
+            if action == FORGET:
+                events.discard(event)
+            else:
+                tape.streams.add(stream)
             continue
         if tape.reads and kind not in (4, 5):
             block(
@@ -266,11 +290,27 @@ def read(
             if name_of(slot)[0] == "argument":
                 block("it reads an argument; read it outside")
             tape.reads.append(Read(line, name_of(slot), dtype, sizes, strides, offset, address))
+        elif kind == 9:
+            slot, before, after = reader.take("IQQ")
+            if slot in arguments and after != before:
+                block("it does what cannot be replayed: resize_ of an argument")
+            elif before == 0:
+                emptied[slot] = name_of(slot)
+                tape.steps.append(Made(make(slot), after))
+            elif after == 0 and slot in emptied:
+                tape.living.discard(now[slot])
+                now[slot] = emptied.pop(slot)
+            elif after != before:
+                block("it does what cannot be replayed: resize_ of a tensor")
         elif kind == 5:
             (changed,) = reader.take("Q")
             tape.steps.append(SettingsStep(changed))
         else:
             block(f"it does what cannot be replayed: {reader.text().decode()}")
+    if events:
+        block("it keeps an event that it has recorded; record it outside")
+    if emptied:
+        block("it does what cannot be replayed: resize_ of a tensor")
     return tape
 
 

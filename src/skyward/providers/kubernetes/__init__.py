@@ -43,6 +43,8 @@ __all__ = ["Kubernetes"]
 IMAGE = "SKYWARD_KUBERNETES_IMAGE"
 TEMPLATE = "SKYWARD_KUBERNETES_TEMPLATE"
 PYTHON = "SKYWARD_KUBERNETES_PYTHON"
+NO_CONTAINER = "container not found"
+"""What the kubelet says of a container that has ended."""
 GONE_SECONDS = 30.0
 """How long it may take until the API server knows of the end of a container that is gone."""
 ENDED_SECONDS = 3.0
@@ -272,9 +274,14 @@ class PodMachine(Piped, Machine):
 
     async def pipe(self, command: Sequence[str]) -> socket.socket:
         """Run a program in the pod's container, through the API server."""
-        return await asyncio.to_thread(
-            self._access.execute, self._name(), command, self._note_refusal
-        )
+        execute, name = self._access.execute, self._name()
+        try:
+            return await asyncio.to_thread(execute, name, command, self._note_refusal)
+        except UnreachableError as problem:
+            if NO_CONTAINER not in str(problem):
+                raise
+            self._refusal = str(problem)
+            raise UnreachableError(await self.why_lost()) from problem
 
     def _note_refusal(self, words: str) -> None:
         self._refusal = words and f"pod {self._pod}: {words}"
@@ -286,13 +293,14 @@ class PodMachine(Piped, Machine):
 
     def _how_it_ended(self) -> str:
         """How the pod has ended; empty if it has not, or nobody knows."""
-        # Where the kubelet finds no container any more, it is only a matter of time.
-        is_gone = "container not found" in self._refusal
-        deadline = time.monotonic() + (GONE_SECONDS if is_gone else ENDED_SECONDS)
+        since = time.monotonic()
         with contextlib.suppress(ApiError, UnreachableError):
             # The kubelet tells the API server a moment after the fact.
             while is_usable(pod := self._access.get("pods", self._pod)):
-                if time.monotonic() > deadline:
+                # Where it finds no container any more, which another thread hears meanwhile, that
+                # is only a matter of time.
+                is_gone = NO_CONTAINER in self._refusal
+                if time.monotonic() - since > (GONE_SECONDS if is_gone else ENDED_SECONDS):
                     return ""
                 time.sleep(0.2)
             return pending.ended(pod, self._access.logs(self._pod))

@@ -270,6 +270,9 @@ class Slurm:
 class SlurmMachine(Kept, Machine):
     """One node of a job, for one node of the pool."""
 
+    # On a busy machine, Slurm may end a step as it begins.
+    begins_again = True
+
     def __init__(
         self, jobs: SlurmAllocation, job: str, node: int, keeper: Greeting | None = None
     ) -> None:

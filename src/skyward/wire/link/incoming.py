@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import threading
 from collections.abc import Callable, Sequence
@@ -207,5 +208,7 @@ class Incoming:
                 return
             self._connections.reading = pair
         before.close_receivers()
-        pair.receiver.setblocking(self._blocking)
+        # Another thread may have closed the link meanwhile; the next read reports that.
+        with contextlib.suppress(OSError):
+            pair.receiver.setblocking(self._blocking)
         self._told = self._connections.received

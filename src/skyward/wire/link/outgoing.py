@@ -32,7 +32,10 @@ class Outgoing:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self.patient = False
-        """Whether writes wait for the kernel to take them, if there is a connection."""
+        """Whether writes wait for the kernel to take them, if there is a connection.
+
+        Small ones behind a write of another thread that waits are sent after that one.
+        """
         self._sending = threading.Lock()
         self._backlog = Backlog()
         self._acknowledged = 0

@@ -63,6 +63,16 @@ int sky_open(int index, const uint64_t* ways, int count, int shares_memory, int 
   });
 }
 
+// The device's process is the first of the ranks of a mesh, which `tree` tells how to reach each other.
+int sky_join_mesh(int index, const char* tree) {
+  return sky::guarded([&] { sky::session_at(static_cast<c10::DeviceIndex>(index)).join_mesh(tree); });
+}
+
+// Process groups of the mesh's ranks, which are made anew.
+int sky_make_groups(int index, const char* groups) {
+  return sky::guarded([&] { sky::session_at(static_cast<c10::DeviceIndex>(index)).make_groups(groups); });
+}
+
 int sky_close(int index, const char* why) {
   return sky::guarded([&] { sky::close_session(index, why); });
 }

@@ -381,10 +381,10 @@ int register_widely(const std::set<std::string>& left) {
   auto& dispatcher = c10::Dispatcher::singleton();
   int count = 0;
   for (auto& name : dispatcher.getAllOpNames()) {
-    if (name.name.rfind("aten::", 0) != 0) continue;
+    if (name.name.rfind("aten::", 0) != 0 && !is_collective(name.name)) continue;
     auto op = dispatcher.findSchema(name);
     if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
-    auto plain = name.name.substr(6);
+    auto plain = name.name.substr(name.name.find("::") + 2);
     auto full = name.overload_name.empty() ? plain : plain + "." + name.overload_name;
     if (left.count(plain) || left.count(full)) continue;
     if (!op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
@@ -403,6 +403,19 @@ int register_widely(const std::set<std::string>& left) {
   }
   return count;
 }
+
+// The worker waits for a collective; here nobody does.
+namespace {
+at::Tensor wait_tensor(const at::Tensor& tensor) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kWait, "");
+  Stack stack{tensor};
+  fallback(op, &stack);
+  return tensor;
+}
+}  // namespace
+
+TORCH_LIBRARY(skyward_mesh, m) { m.def("wait(Tensor(a!) tensor) -> Tensor(a!)"); }
+TORCH_LIBRARY_IMPL(_c10d_functional, PrivateUse1, m) { m.impl("wait_tensor", wait_tensor); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 

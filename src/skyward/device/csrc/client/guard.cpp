@@ -1,6 +1,9 @@
 // Devices, streams and events, as PyTorch's generic interface wants them.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <mutex>
+#include <set>
+
 #include "session.h"
 
 namespace sky {
@@ -13,6 +16,31 @@ struct Event {
   uint32_t number;
   uint32_t session;
 };
+
+// The numbers of events that are gone are given again, the lowest first: so steps that make the same events send the
+// same bytes.
+class Numbers {
+ public:
+  uint32_t take() {
+    std::lock_guard lock(mutex_);
+    if (free_.empty()) return next_++;
+    return free_.extract(free_.begin()).value();
+  }
+  void give(uint32_t number) {
+    std::lock_guard lock(mutex_);
+    free_.insert(number);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<uint32_t> free_;
+  uint32_t next_ = 0;
+};
+
+Numbers& event_numbers() {
+  static auto* numbers = new Numbers;  // events may end after the process's static objects
+  return *numbers;
+}
 
 Session& session_of(const Event& event) {
   auto* session = session_by_serial(event.session);
@@ -89,9 +117,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag flag) const override {
-    static std::atomic<uint32_t> next{0};
     auto& session = session_at(s.device_index());
-    if (!*event) *event = std::make_unique<Event>(Event{next++, session.serial}).release();
+    if (!*event) *event = std::make_unique<Event>(Event{event_numbers().take(), session.serial}).release();
     auto& ours = *static_cast<Event*>(*event);
     SKY_CHECK(ours.session == session.serial, "an event is recorded on the device it was first recorded on");
     session.event(ours.number, flag == c10::EventFlag::BACKEND_DEFAULT ? kRecordTimed : kRecord, number_of(s));
@@ -127,6 +154,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     } catch (...) {
       // The device is gone, and the worker's event with it.
     }
+    event_numbers().give(owned->number);
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);

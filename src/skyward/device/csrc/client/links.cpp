@@ -60,6 +60,7 @@ std::string name_of(const Session& session) { return "sky:" + std::to_string(ses
 
 // Empty, or why there is none.
 std::string make_link(Session& dialer, Session& other, uint64_t number) {
+  if (dialer.is_mesh() || other.is_mesh()) return "a mesh has no links to other devices";
   static thread_local std::vector<char> text(64 << 10);
   if (!introduce) return "this process has not been told how devices reach each other";
   if (introduce(dialer.index, other.index, number, text.data(), text.size())) return text.data();

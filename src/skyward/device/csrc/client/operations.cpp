@@ -56,7 +56,7 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   info->own_name = op.operator_name();
   const auto& name = info->name->name;
-  bool is_pytorchs = name.rfind("aten::", 0) == 0;
+  bool is_pytorchs = name.rfind("aten::", 0) == 0 || is_collective(name) || name == kWait;
   info->arguments = schema.arguments().size();
   for (auto& a : schema.arguments()) {
     auto type = a.type();
@@ -100,7 +100,7 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   if (!returns_tensors && name != "aten::_fused_sdp_choice") info->asks_always = true;
   info->product = product_of(name);
   info->shape = shape_kernel(*info->name);
-  info->only_writes = only_writes(*info->name);
+  info->only_writes = only_writes(*info->name) || name == kWait;
   // The worker's tables are sized by the longest target.
   if (name == "aten::_ctc_loss") info->asks_always = true;
   // On a GPU, too, it waits for the range of the data, and refuses one that is not finite.

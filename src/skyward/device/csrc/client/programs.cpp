@@ -200,16 +200,16 @@ void Program::watch(const std::vector<at::Tensor>& tensors, const std::vector<in
   watched_.clear();
   for (size_t i = 0; i < tensors.size(); i++) {
     auto* impl = tensors[i].unsafeGetTensorImpl();
-    watched_.push_back(
-        {impl, impl->data(), impl->requires_grad(), impl->sizes().vec(), impl->strides().vec(), sharers_most[i]});
+    watched_.push_back({impl, impl->data(), impl->storage().nbytes(), impl->requires_grad(), impl->sizes().vec(),
+                        impl->strides().vec(), sharers_most[i]});
   }
 }
 
 bool Program::finds_unchanged() const {
   return std::all_of(watched_.begin(), watched_.end(), [](auto& each) {
     return each.tensor->has_storage() && each.tensor->data() == each.data &&
-           each.tensor->requires_grad() == each.requires_grad && each.tensor->sizes() == each.sizes &&
-           each.tensor->strides() == each.strides &&
+           each.tensor->storage().nbytes() == each.bytes && each.tensor->requires_grad() == each.requires_grad &&
+           each.tensor->sizes() == each.sizes && each.tensor->strides() == each.strides &&
            (each.sharers_most < 0 || each.tensor->storage().use_count() <= static_cast<size_t>(each.sharers_most));
   });
 }

@@ -38,6 +38,7 @@ struct ResultTensor {
 struct Watched {
   const c10::TensorImpl* tensor;
   const void* data;
+  size_t bytes;  // of its storage
   bool requires_grad;
   std::vector<int64_t> sizes, strides;
   int64_t sharers_most;  // over its storage, if it is to be the program's alone; else -1

@@ -87,7 +87,7 @@ void Session::begin() {
   uint32_t record[] = {kStream, wanted};
   put(record, sizeof record);
   stream_ = wanted;
-  if (auto* noted = tape()) noted->blocked("a change of the stream");
+  if (auto* noted = tape()) noted->streamed(wanted);
 }
 
 void Session::append(const void* data, size_t size) {
@@ -469,7 +469,7 @@ std::string Session::event(uint32_t event, EventAction action, uint32_t other) {
     raise_late();
   } else {
     put(&record, sizeof record);
-    if (auto* noted = tape()) noted->blocked("an event");
+    if (auto* noted = tape()) noted->event(event, action, other);
   }
   return "";
 }
@@ -500,6 +500,22 @@ const std::array<uint64_t, kTraitCount>& Session::traits() {
     traits_ = std::move(told);
   }
   return *traits_;
+}
+
+void Session::join_mesh(std::string_view ranks) {
+  tell_ranks(kRanks, ranks);
+  is_mesh_ = true;
+}
+
+void Session::make_groups(std::string_view groups) { tell_ranks(kGroups, groups); }
+
+void Session::tell_ranks(Record kind, std::string_view what) {
+  std::lock_guard lock(mutex);
+  begin();
+  Writer w;
+  w.u32(kind);
+  w.text(what);
+  ask(w.bytes().data(), w.size(), true);
 }
 
 std::string Session::exported(const std::vector<uint32_t>& slots) {

@@ -187,6 +187,11 @@ class Session {
   uint64_t copies_done() const { return rings_ ? copies_before_ + rings_->counters().copies.load() : ~uint64_t{0}; }
   bool is_retired() const { return is_retired_; }
 
+  // The worker is the first rank of a mesh: its records go to all ranks, and their answers come as one.
+  void join_mesh(std::string_view ranks);
+  void make_groups(std::string_view groups);
+  bool is_mesh() const { return is_mesh_; }
+
   // lives.cpp: the storages that live, and what becomes of them after the worker is gone.
   std::vector<Life> living();
   c10::Storage alias(uint32_t slot);  // the slot is not free before the alias is
@@ -246,8 +251,11 @@ class Session {
   void mark();
   void await_mark();
   void forget_templates();
+  void tell_ranks(Record kind, std::string_view what);
   [[noreturn]] void broken(const char* what);
 
+  // The ranks of a mesh but the first do not see the client's memory.
+  bool uses_pinned() const { return rings_ && !is_mesh_; }
   void copy_in(uint32_t slot, uint64_t offset, uint64_t size, const PinnedPlace& pinned);
   void copy_out(const at::Tensor& source, const PinnedPlace& pinned);
   void share(const PinnedPlace& pinned);
@@ -286,7 +294,7 @@ class Session {
   std::mutex reason_mutex_;
   std::string reason_;  // of the first to close it
   std::string closed_;
-  bool is_closed_ = false, is_disowned_ = false;
+  bool is_closed_ = false, is_disowned_ = false, is_mesh_ = false;
   std::atomic<bool> is_retired_{false};
   std::atomic<bool> dirty_{false}, asleep_{false}, ending_{false}, hurried_{false}, dozes_{false}, is_near_{false};
   std::mutex wake_mutex_;

@@ -81,6 +81,7 @@ void Session::resize_storage(c10::StorageImpl* storage, uint64_t bytes) {
   unshare(storage);
   std::lock_guard lock(mutex);
   begin();
+  auto before = storage->nbytes();
   set_size(storage, bytes);
   struct __attribute__((packed)) {
     uint32_t kind, slot;
@@ -88,7 +89,7 @@ void Session::resize_storage(c10::StorageImpl* storage, uint64_t bytes) {
   } record{kResize, behind(storage->_mutable_data_ptr_no_checks()).slot, bytes};
   wrote(record.slot);
   put(&record, sizeof record);
-  if (auto* noted = tape()) noted->blocked("resize_ of a tensor");
+  if (auto* noted = tape()) noted->resized(record.slot, before, bytes);
 }
 
 void Session::delete_storage(void* context) noexcept {

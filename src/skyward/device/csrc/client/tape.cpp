@@ -6,7 +6,7 @@ namespace sky {
 namespace {
 
 // `replay/tape.py` reads them.
-enum Entry : uint8_t { kOperation, kMade, kFreed, kUploaded, kRead, kSet, kBlocked };
+enum Entry : uint8_t { kOperation, kMade, kFreed, kUploaded, kRead, kSet, kBlocked, kStreamed, kOfEvent, kResized };
 
 }  // namespace
 
@@ -51,6 +51,25 @@ void Tape::read(uint32_t line, std::string_view located, const void* into) {
 void Tape::settings(uint64_t settings) {
   w_.u8(kSet);
   w_.u64(settings);
+}
+
+void Tape::streamed(uint32_t stream) {
+  w_.u8(kStreamed);
+  w_.u32(stream);
+}
+
+void Tape::event(uint32_t event, EventAction action, uint32_t stream) {
+  w_.u8(kOfEvent);
+  w_.u32(event);
+  w_.u8(action);
+  w_.u32(stream);
+}
+
+void Tape::resized(uint32_t slot, uint64_t before, uint64_t bytes) {
+  w_.u8(kResized);
+  w_.u32(slot);
+  w_.u64(before);
+  w_.u64(bytes);
 }
 
 void Tape::blocked(std::string_view what) {

@@ -47,6 +47,9 @@ class Tape {
   void uploaded(uint32_t slot, uint64_t offset, const void* from, uint64_t size, bool with_bytes);
   void read(uint32_t line, std::string_view located, const void* into);
   void settings(uint64_t settings);
+  void streamed(uint32_t stream);
+  void event(uint32_t event, EventAction action, uint32_t stream);
+  void resized(uint32_t slot, uint64_t before, uint64_t bytes);
   // Something that cannot be done again.
   void blocked(std::string_view what);
 

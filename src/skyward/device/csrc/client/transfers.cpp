@@ -27,7 +27,7 @@ void Session::upload(uint32_t slot, uint64_t offset, const at::Tensor& dense, bo
   wrote(slot);
   bool is_inline = size <= kInlineUpload;
   if (auto* noted = tape()) noted->uploaded(slot, offset, data, size, is_inline);
-  if (later && !is_inline && rings_)
+  if (later && !is_inline && uses_pinned())
     if (auto pinned = use_pinned(data, size, serial, copies_ + 1)) {
       stats.uploaded += size;
       copy_in(slot, offset, size, *pinned);
@@ -86,7 +86,7 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
   Spent spent(recording_.get(), size <= kInlineFetch ? kReading : kDownloading, size);
   begin();
   stats.fetched += size;
-  if (size > kInlineFetch && rings_)
+  if (size > kInlineFetch && uses_pinned())
     if (auto pinned = use_pinned(into, size, serial, copies_ + 1)) {
       copy_out(source, *pinned);
       uint32_t record[] = {kSync, stream_};
@@ -111,12 +111,14 @@ void Session::fetch(const at::Tensor& source, void* into, uint64_t size) {
 }
 
 void Session::fetch_later(const at::Tensor& source, at::Tensor into) {
+  // The ranks have to agree on what is fetched.
+  if (is_mesh_) return fetch(source, into.mutable_data_ptr(), into.nbytes());
   std::lock_guard lock(mutex);
   Spent spent(recording_.get(), kDownloading, into.nbytes());
   begin();
   if (auto* noted = tape()) noted->blocked("a copy to the host that is not waited for");
   stats.fetched += into.nbytes();
-  if (rings_)
+  if (uses_pinned())
     if (auto pinned = use_pinned(into.const_data_ptr(), into.nbytes(), serial, copies_ + 1)) {
       copy_out(source, *pinned);
       return;

@@ -54,8 +54,20 @@ enum Record : uint32_t {
   kProgram = 0x7fffff2au,
   kReplay = 0x7fffff2bu,
   kForgetProgram = 0x7fffff2cu,  // u32 program
+  kRanks = 0x7fffff2du,   // u32 length, the ranks of a mesh from this one on, as JSON; replied when all are there
+  kGroups = 0x7fffff2eu,  // u32 length, process groups of the mesh, as JSON; replied when there are all of them
 };
 constexpr uint32_t kFree = 0x80000000u;
+
+// Collectives, which are PyTorch's: the ranks of a mesh carry them out like any other operation. What begins with an
+// underscore is no collective, and Python's.
+inline bool is_collective(std::string_view name) {
+  constexpr std::string_view kFunctional = "_c10d_functional::";
+  if (!name.starts_with(kFunctional)) return name.starts_with("_dtensor::");
+  return !name.substr(kFunctional.size()).starts_with('_');
+}
+// The client's `_c10d_functional::wait_tensor`, which returns what it was given.
+constexpr const char* kWait = "skyward_mesh::wait";
 
 // At the end of an error that is told at a later call than its own.
 constexpr std::string_view kNoticedLate = "; it was noticed late: SKYWARD_DEVICE_SYNC=1 finds its line";

@@ -16,8 +16,8 @@
 
 // Serves one client until it leaves. Returns 0, or 1 with a message for the log.
 extern "C" int sky_worker_serve(const uint64_t* ways, int count, int shares_memory, const char* device,
-                                int (*make_link)(const char*, char*, size_t), void (*end_link)(uint64_t), char* message,
-                                size_t size) {
+                                int (*make_link)(const char*, char*, size_t), void (*end_link)(uint64_t),
+                                int (*join)(const char*, char*, size_t), char* message, size_t size) {
   try {
     c10::Device real{std::string(device)};
     if (real.is_cuda() && !real.has_index()) real = c10::Device(c10::kCUDA, 0);
@@ -26,7 +26,7 @@ extern "C" int sky_worker_serve(const uint64_t* ways, int count, int shares_memo
     if (!real.is_cpu()) guard.reset_device(real);
     at::AutoDispatchBelowADInplaceOrView below;
     at::NoGradGuard no_grad;
-    sky::Session(sky::ways_of(ways, count, shares_memory != 0), shares_memory != 0, real, {make_link, end_link})
+    sky::Session(sky::ways_of(ways, count, shares_memory != 0), shares_memory != 0, real, {make_link, end_link, join})
         .serve();
     return 0;
   } catch (const std::exception& e) {
@@ -88,6 +88,23 @@ extern "C" int sky_worker_link(uint64_t link, const uint64_t* ways, int count, i
                                const char* name, char* message, size_t size) {
   try {
     sky::Peers::all().add(link, sky::ways_of(ways, count, shares_memory != 0), shares_memory != 0, own, name);
+    return 0;
+  } catch (const std::exception& e) {
+    snprintf(message, size, "%s", e.what());
+    return 1;
+  }
+}
+
+// While the session joins a mesh: which rank this is, and those that it passes its records on to. `tree` is for them.
+// Where a rank has failed, others are awaited for `patience` seconds.
+extern "C" void sky_worker_rank(uint32_t number, const char* name, double patience) {
+  sky::Ranks::all().begin(number, name, patience);
+}
+
+extern "C" int sky_worker_add_rank(const char* name, const uint64_t* ways, int count, int shares_memory,
+                                   const char* tree, char* message, size_t size) {
+  try {
+    sky::Ranks::all().add(name, sky::ways_of(ways, count, shares_memory != 0), shares_memory != 0, tree);
     return 0;
   } catch (const std::exception& e) {
     snprintf(message, size, "%s", e.what());

@@ -140,7 +140,24 @@ void Session::put(Slot& held, uint64_t offset, const char* from, uint64_t bytes)
   if (failed) held.poison = failed;
 }
 
+// Of a mesh: the bytes go on to other ranks, whatever becomes of them here.
+void Session::receive_and_pass(Slot& held, uint64_t offset, uint64_t bytes, bool drop) {
+  arrivals_.await_all();
+  for (uint64_t done = 0; done < bytes;) {
+    auto n = std::min(kStage, bytes - done);
+    auto* stage = static_cast<char*>(staging(turn_, n).mutable_data_ptr());
+    if (rings_) rings_->up.read(stage, n);
+    else bulk_.receive(stage, n, done, bytes);
+    ranks_.pass_bytes(stage, n, done, bytes);
+    if (!drop && !held.poison) put(held, offset + done, stage, n);
+    attempt("copying to the device", [&] { streams_.mark(staged_[turn_]); });
+    turn_ ^= 1;
+    done += n;
+  }
+}
+
 void Session::receive_bulk(Slot& held, uint64_t offset, uint64_t bytes, bool drop) {
+  if (C10_UNLIKELY(ranks_.passes_on())) return receive_and_pass(held, offset, bytes, drop);
   if (device_.is_cpu() && !drop) {
     auto* into = static_cast<char*>(held.memory().mutable_data()) + offset;
     bool is_all = !offset && bytes == held.memory().nbytes();
@@ -219,13 +236,15 @@ void Session::fetch(Reader& r) {
   auto dtype = r.u8(), dim = r.u8();
   auto layout = Layout::read(r, dtype, dim, 0);
   auto offset = r.i64();
+  std::string mark;
   auto answer = [&](Status status, std::string_view content, uint64_t following) {
-    if (!later) return reply(status, content);
+    if (!later) return reply(status, content, mark, Agreement::kSame);
     Writer w;
     w.u8(status);
     w.u64(content.size() + following);
     w.raw(content.data(), content.size());
     send_bulk(w.bytes().data(), w.size(), 0, w.size());
+    return true;
   };
   settle(held, false);
   if (first_error_ || held.poison) {
@@ -237,6 +256,10 @@ void Session::fetch(Reader& r) {
   std::string content;
   try {
     whole = dense(held, layout, offset);
+    if (C10_UNLIKELY(ranks_.is_mesh())) {
+      whole = whole.cpu();
+      mark = mark_of(whole.const_data_ptr(), whole.nbytes());
+    }
     if (whole.nbytes() <= kInlineFetch) content = small(whole);
   } catch (const std::exception& e) {
     answer(kind_of(e), Failure{text_of(e), kind_of(e), "copying to the host"}.told(), 0);
@@ -246,8 +269,7 @@ void Session::fetch(Reader& r) {
     answer(kOk, content, 0);
     return;
   }
-  answer(kOk, "", whole.nbytes());
-  send_tensor(whole);
+  if (answer(kOk, "", whole.nbytes()) && ranks_.is_first()) send_tensor(whole);
 }
 
 // A part of `total` bytes, of which `done` went before it.

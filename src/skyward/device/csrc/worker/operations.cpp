@@ -25,6 +25,11 @@ at::Tensor own(at::Tensor t, size_t references) {
   return copy_as(Layout::of(t), t);
 }
 
+at::Tensor zeros(const Layout& layout, c10::Device device) {
+  return at::empty_strided(layout.sizes, layout.strides, at::TensorOptions().dtype(layout.dtype).device(device))
+      .zero_();
+}
+
 void let_go(void* kept) noexcept { std::unique_ptr<c10::Storage>(static_cast<c10::Storage*>(kept)).reset(); }
 
 // A compiled graph's result, as it is: graphs return views of their inputs on purpose, and say so to the client where
@@ -85,6 +90,7 @@ at::Tensor Session::tensor(Reader& r, const Spec& s) {
   int64_t offset = s.flag ? r.i64() : 0;
   if (C10_UNLIKELY(held.needs_a_look())) {
     settle(held, s.written);
+    if (held.poison && stands_in_) return zeros(layouts_[s.layout], device_);
     if (held.poison) throw Poisoned{held.poison};
   }
   for (int i = 0; i < 2; i++)
@@ -198,6 +204,7 @@ void Session::before_graph() {
 
 // Runs the template's operation on the stack; returns the reason if it failed.
 Reason Session::run(Template& t, Reader& r) {
+  auto again = r;
   try {
     stack_.clear();
     uses_host_ = false;
@@ -216,12 +223,28 @@ Reason Session::run(Template& t, Reader& r) {
     else t.op->callBoxed(&stack_);
     return nullptr;
   } catch (const Poisoned& p) {
+    if (t.is_collective) take_part(t, again);
     return p.reason;
   } catch (const Malformed&) {
     throw;
   } catch (const std::exception& e) {
     return note(t, text_of(e), kind_of(e));
   }
+}
+
+// In a collective whose arguments this rank lacks: the others would wait for it. They get zeros from it, and the client
+// is told of the failure before it reads anything that came of them.
+void Session::take_part(Template& t, Reader& r) {
+  stands_in_ = true;
+  try {
+    stack_.clear();
+    for (auto& arg : t.args) stack_.push_back(build(r, arg));
+    t.op->callBoxed(&stack_);
+  } catch (const std::exception&) {
+    // The others have failed as well, or will.
+  }
+  stands_in_ = false;
+  stack_.clear();
 }
 
 // What a failed operation should have written to is not to be read either.
@@ -294,7 +317,7 @@ void Session::bind(Reader& slots, const Template& t, const OutSpec& out, IValue 
       held.poison = note(t, "its result cannot be laid out as the client expects it: " + text_of(e), kSurprised);
       return;
     }
-  slots_.hold(held, t.is_graph ? adopted(got) : own(std::move(got), references), out.layout, t.is_graph);
+  slots_.hold(held, t.stays() ? adopted(got) : own(std::move(got), references), out.layout, t.is_graph);
 }
 
 // A template's first run: the client waits for what its outputs are.
@@ -336,7 +359,8 @@ void Session::ask(Reader& r) {
   }
   t.known = true;
   stack_.clear();
-  reply(kOk, w.bytes());
+  // What compiling a graph has told may differ from rank to rank.
+  reply(kOk, w.bytes(), w.bytes(), t.name == "skyward::ship" ? Agreement::kFirst : Agreement::kSame);
 }
 
 // `references` as for `bind`.
@@ -352,7 +376,7 @@ OutSpec Session::describe(Writer& w, Template& t, IValue value, size_t reference
         tensor.layout() == c10::kStrided && !tensor.is_nested() && !tensor.is_quantized() && lives_here, t.name,
         " returns a tensor that is not dense and cannot live on a sky device; call .cpu() on its "
         "arguments first");
-    tensor = t.is_graph ? adopted(tensor) : own(std::move(tensor), references);
+    tensor = t.stays() ? adopted(tensor) : own(std::move(tensor), references);
     out.kind = kNewTensor;
     out.layout = layouts_.number(Layout::of(tensor));
     t.new_slots++;

@@ -22,6 +22,15 @@ void Session::link(Reader& r) {
   else reply(kFailed, message);
 }
 
+// A mesh, or process groups in it.
+void Session::join(Reader& r) {
+  auto length = r.left();
+  std::string description(r.bytes(length), length);
+  char message[2048] = "it joins no mesh";
+  if (links_.join && !links_.join(description.c_str(), message, sizeof message)) reply(kOk, "");
+  else reply(kFailed, message);
+}
+
 void Session::unlink(Reader& r) {
   auto link = r.u64();
   Peers::all().end(link, r.text());

@@ -145,14 +145,14 @@ void Session::profile(Reader& r) {
       break;
     case kTellClock: {
       auto now = nanoseconds();
-      reply(kOk, {reinterpret_cast<const char*>(&now), sizeof now});
+      reply(kOk, {reinterpret_cast<const char*>(&now), sizeof now}, "", Agreement::kFirst);
       break;
     }
     case kStopProfile:
       recording_.stop();
       reply(kOk, "");
       break;
-    case kTellProfile: reply(kOk, recording_.next_part()); break;
+    case kTellProfile: reply(kOk, recording_.next_part(), "", Agreement::kFirst); break;
     default: throw Malformed("a profile's action of unknown kind");
   }
 }

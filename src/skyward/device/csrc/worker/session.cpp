@@ -53,6 +53,7 @@ Session::Session(const std::vector<Way>& ways, bool shares_memory, c10::Device d
 }
 
 Session::~Session() {
+  ranks_.end();
   Peers::all().end_all();
   arrivals_.end();
   copies_.finish_all();
@@ -85,12 +86,14 @@ void Session::serve() {
     copies_.collect();
     free_idle(false);
     if (!decoder_) {
+      if (C10_UNLIKELY(ranks_.passes_on())) ranks_.pass(into, n);
       have_ += n;
       carry_out();
       continue;
     }
     decoder_->take(coded.data(), n);
     while (size_t given = decoder_->give(buffer_.data() + have_, buffer_.size() - have_)) {
+      if (C10_UNLIKELY(ranks_.passes_on())) ranks_.pass(buffer_.data() + have_, given);
       have_ += given;
       carry_out();
       if (have_ == buffer_.size()) buffer_.resize(2 * buffer_.size());
@@ -172,14 +175,25 @@ size_t Session::step(const char* data, size_t size) {
     case kExport: return sized(data, size, [&](Reader& r) { export_slots(r); });
     case kNumbered: return sized(data, size, [&](Reader& r) { numbered(r); });
     case kAdopt: return sized(data, size, [&](Reader& r) { adopt(r); });
+    case kRanks:
+    case kGroups: return sized(data, size, [&](Reader& r) { join(r); });
     default: throw Malformed("a record of unknown kind");
   }
 }
 
-void Session::reply(Status status, std::string_view content) {
+bool Session::reply(Status status, std::string_view content, std::string_view mark, Agreement agreement) {
   Writer w;
   auto warned = warnings_.take();
   auto lost = Peers::all().take_lost();
+  Answer answer;
+  if (C10_UNLIKELY(ranks_.is_mesh())) {
+    auto own = status == kOk && agreement == Agreement::kEach ? ranks_.tagged(content) : std::string(content);
+    answer = ranks_.together({status, std::move(own)}, mark, agreement);
+    status = answer.status;
+    content = answer.content;
+    // The first rank's are those of all.
+    if (!ranks_.is_first()) warned.clear();
+  }
   size_t before = (warned.empty() ? 0 : 4 + warned.size()) + (lost.empty() ? 0 : 4 + lost.size());
   w.u32(static_cast<uint32_t>(before + content.size()));
   w.u8(status | (warned.empty() ? 0 : kWarned) | (lost.empty() ? 0 : kLinksLost));
@@ -187,11 +201,12 @@ void Session::reply(Status status, std::string_view content) {
   if (!lost.empty()) w.text(lost);
   w.raw(content.data(), content.size());
   ops_.send(w.bytes().data(), w.size());
+  return status == kOk;
 }
 
 // Replies what `f` writes, or how it failed.
 template <typename F>
-void Session::reply_with(F&& f) {
+void Session::reply_with(F&& f, Agreement agreement) {
   Writer w;
   try {
     f(w);
@@ -201,7 +216,7 @@ void Session::reply_with(F&& f) {
     reply(kind_of(e), text_of(e));
     return;
   }
-  reply(kOk, w.bytes());
+  reply(kOk, w.bytes(), w.bytes(), agreement);
 }
 
 Reason Session::note(const Template& t, const std::string& what, Status kind) {
@@ -216,6 +231,7 @@ Reason Session::note(Failure failure) {
 
 // Warnings wait for an answer that someone waits for.
 void Session::tell_mark() {
+  if (!ranks_.is_first()) return;
   Writer w;
   w.u32(0);
   w.u8(kMarked);
@@ -243,16 +259,18 @@ void Session::used_on(Reader& r) {
 }
 
 void Session::tell_traits() {
-  reply_with([&](Writer& w) {
-    std::array<uint64_t, kTraitCount> traits{};
-    traits[kIsCuda] = device_.is_cuda();
-    auto& hooks = at::detail::getCUDAHooks();
-    if (device_.is_cuda() && hooks.compiledWithCuDNN()) {
-      traits[kCudnnVersion] = static_cast<uint64_t>(hooks.versionCuDNN());
-      traits[kCudnnRecurrentBrain] = hooks.supportsBFloat16RNNWithCuDNN();
-    }
-    for (auto trait : traits) w.u64(trait);
-  });
+  reply_with(
+      [&](Writer& w) {
+        std::array<uint64_t, kTraitCount> traits{};
+        traits[kIsCuda] = device_.is_cuda();
+        auto& hooks = at::detail::getCUDAHooks();
+        if (device_.is_cuda() && hooks.compiledWithCuDNN()) {
+          traits[kCudnnVersion] = static_cast<uint64_t>(hooks.versionCuDNN());
+          traits[kCudnnRecurrentBrain] = hooks.supportsBFloat16RNNWithCuDNN();
+        }
+        for (auto trait : traits) w.u64(trait);
+      },
+      Agreement::kFirst);
 }
 
 // Generator 0 is the device's own.
@@ -283,10 +301,12 @@ void Session::generator(Reader& r) {
     std::memcpy(&seed, content.data(), 8);
     g.set_current_seed(seed);
   } else if (action == kGetState) {
-    reply_with([&](Writer& w) {
-      auto state = g.get_state();
-      w.raw(state.const_data_ptr(), state.nbytes());
-    });
+    reply_with(
+        [&](Writer& w) {
+          auto state = g.get_state();
+          w.raw(state.const_data_ptr(), state.nbytes());
+        },
+        Agreement::kFirst);
   } else if (action == kSetState) {
     reply_with([&](Writer&) {
       auto state = at::empty({static_cast<int64_t>(content.size())}, at::TensorOptions().dtype(at::kByte));
@@ -307,14 +327,20 @@ void Session::event(Reader& r) {
     case kRecord: attempt("recording an event", [&] { streams_.record(number, other, action == kRecordTimed); }); break;
     case kBlock: attempt("waiting for an event", [&] { streams_.block(number, other); }); break;
     case kForgetEvent: streams_.forget(number); break;
-    case kQuery: reply_with([&](Writer& w) { w.u8(!has_passages() && streams_.has_happened(number)); }); break;
-    case kQueryStream: reply_with([&](Writer& w) { w.u8(!has_passages() && streams_.is_done(other)); }); break;
+    case kQuery:
+      reply_with([&](Writer& w) { w.u8(!has_passages() && streams_.has_happened(number)); }, Agreement::kFirst);
+      break;
+    case kQueryStream:
+      reply_with([&](Writer& w) { w.u8(!has_passages() && streams_.is_done(other)); }, Agreement::kFirst);
+      break;
     case kAwait:
       attempt("waiting for an event", [&] { streams_.await(number); });
       finish_passages();
       reply_done();
       break;
-    case kElapsed: reply_with([&](Writer& w) { w.f64(streams_.milliseconds(number, other)); }); break;
+    case kElapsed:
+      reply_with([&](Writer& w) { w.f64(streams_.milliseconds(number, other)); }, Agreement::kFirst);
+      break;
     default: throw Malformed("an event's action of unknown kind");
   }
 }
@@ -322,31 +348,33 @@ void Session::event(Reader& r) {
 void Session::memory(Reader& r) {
   auto action = static_cast<MemoryAction>(r.u8());
   collect_exports();
-  reply_with([&](Writer& w) {
-    std::array<uint64_t, kMemoryFigures> figures;
-    if (device_.is_cuda()) {
-      auto* allocator = c10::getDeviceAllocator(device_.type());
-      if (action == kResetPeak) allocator->resetPeakStats(device_.index());
-      if (action == kEmptyCache) allocator->emptyCache();
-      auto stats = allocator->getDeviceStats(device_.index());
-      auto& allocated = stats.allocated_bytes[0];
-      auto& reserved = stats.reserved_bytes[0];
-      auto [free, total] = allocator->getMemoryInfo(device_.index());
-      figures = {uint64_t(allocated.current),
-                 uint64_t(allocated.peak),
-                 uint64_t(reserved.current),
-                 uint64_t(reserved.peak),
-                 free,
-                 total};
-    } else {
-      if (action == kResetPeak) slots_.reset_peak();
-      if (action == kEmptyCache) free_idle(true);
-      auto [free, total] = host_memory();
-      auto reserved = slots_.bytes() + idle_bytes();
-      figures = {slots_.bytes(), slots_.peak(), reserved, std::max(slots_.peak(), reserved), free, total};
-    }
-    for (auto f : figures) w.u64(f);
-  });
+  reply_with(
+      [&](Writer& w) {
+        std::array<uint64_t, kMemoryFigures> figures;
+        if (device_.is_cuda()) {
+          auto* allocator = c10::getDeviceAllocator(device_.type());
+          if (action == kResetPeak) allocator->resetPeakStats(device_.index());
+          if (action == kEmptyCache) allocator->emptyCache();
+          auto stats = allocator->getDeviceStats(device_.index());
+          auto& allocated = stats.allocated_bytes[0];
+          auto& reserved = stats.reserved_bytes[0];
+          auto [free, total] = allocator->getMemoryInfo(device_.index());
+          figures = {uint64_t(allocated.current),
+                     uint64_t(allocated.peak),
+                     uint64_t(reserved.current),
+                     uint64_t(reserved.peak),
+                     free,
+                     total};
+        } else {
+          if (action == kResetPeak) slots_.reset_peak();
+          if (action == kEmptyCache) free_idle(true);
+          auto [free, total] = host_memory();
+          auto reserved = slots_.bytes() + idle_bytes();
+          figures = {slots_.bytes(), slots_.peak(), reserved, std::max(slots_.peak(), reserved), free, total};
+        }
+        for (auto f : figures) w.u64(f);
+      },
+      Agreement::kFirst);
 }
 
 // The tensor was lost with another worker.
@@ -370,8 +398,12 @@ void Session::export_slots(Reader& r) {
     if (held.poison) poison = held.poison;
     w.text(held.has_memory() ? exported(held.memory()) : "");
   }
+  reply_exports(w, poison);
+}
+
+void Session::reply_exports(Writer& w, const Reason& poison) {
   if (auto failure = first_error_ ? std::exchange(first_error_, nullptr) : poison) reply(*failure);
-  else reply(kOk, w.bytes());
+  else reply(kOk, w.bytes(), "", Agreement::kEach);
 }
 
 // As for others, with numbers by which a later session of this process finds the same memory.
@@ -397,8 +429,7 @@ void Session::numbered(Reader& r) {
     w.u64(held.has_memory() ? KeptStorages::all().number_of(held.memory()) : 0);
     w.text(held.has_memory() ? exported(held.memory()) : "");
   }
-  if (auto failure = first_error_ ? std::exchange(first_error_, nullptr) : poison) reply(*failure);
-  else reply(kOk, w.bytes());
+  reply_exports(w, poison);
 }
 
 void Session::adopt(Reader& r) {

@@ -25,6 +25,7 @@
 #include "failures.h"
 #include "layouts.h"
 #include "programs.h"
+#include "ranks.h"
 #include "recording.h"
 #include "slots.h"
 #include "streams.h"
@@ -76,8 +77,11 @@ struct Template {
   bool known = false;  // outputs are known, from an earlier kAsk or promised by the client
   std::vector<OutSpec> outs;
   uint32_t new_slots = 0;
-  bool resizes = false;     // its `out=` arguments
-  bool is_graph = false;    // it runs a compiled graph
+  bool resizes = false;   // its `out=` arguments
+  bool is_graph = false;  // it runs a compiled graph
+  bool is_collective = false;
+  // Its results stay where they are: a collective may still be writing to them.
+  bool stays() const { return is_graph || is_collective; }
   std::vector<bool> alias;  // which returns are arguments written to
   // What the dispatcher would find for arguments on the device, the same every time; empty if it is to look.
   c10::DispatchKeySet keys;
@@ -86,10 +90,11 @@ struct Template {
 
 c10::DispatchKeySet plain_keys(const torch::jit::Stack& stack, c10::Device device);
 
-// How Python makes a link to another device, and ends one.
+// How Python makes a link to another device, and ends one; and how it joins a mesh, or makes process groups in it.
 struct Links {
   int (*make)(const char* description, char* message, size_t size) = nullptr;  // returns 0, or 1 with a message
   void (*end)(uint64_t link) = nullptr;
+  int (*join)(const char* description, char* message, size_t size) = nullptr;
 };
 
 class Session {
@@ -125,10 +130,13 @@ class Session {
   void adopt(Reader& r);
   void lose(Reader& r);
   void reply(const Failure& failure) { reply(failure.kind, failure.told()); }
-  void reply(Status status, std::string_view content);
+  void reply(Status status, std::string_view content) { reply(status, content, content, Agreement::kSame); }
+  // Of a mesh, all ranks answer; what they say besides is compared with `mark`. Returns whether all is well.
+  bool reply(Status status, std::string_view content, std::string_view mark, Agreement agreement);
   void reply_done();
   template <typename F>
-  void reply_with(F&& f);
+  void reply_with(F&& f, Agreement agreement = Agreement::kSame);
+  void reply_exports(Writer& w, const Reason& poison);
   Reason note(const Template& t, const std::string& what, Status kind = kFailed);
   Reason note(Failure failure);
   // Runs `f`; returns the reason if it failed.
@@ -169,6 +177,7 @@ class Session {
   c10::IValue build_list(Spec& s, Reader& r);
   void before_graph();
   Reason run(Template& t, Reader& r);
+  void take_part(Template& t, Reader& r);
   void fail_written(const Template& t, const char* payload, const Reason& reason);
   void bind(Reader& slots, const Template& t, const OutSpec& out, c10::IValue value, const Reason& reason,
             size_t references);
@@ -205,6 +214,7 @@ class Session {
     arrivals_.await_all();
     is_seen_ = true;
   }
+  void receive_and_pass(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
   void receive_from_ring(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
   void fetch(Reader& r);
   void send_bulk(const void* data, uint64_t size, uint64_t done, uint64_t total);
@@ -222,6 +232,7 @@ class Session {
   char* shared(uint32_t area, uint64_t offset, uint64_t bytes);
 
   // passages.cpp: what comes from other devices, and goes to them.
+  void join(Reader& r);
   void link(Reader& r);
   void unlink(Reader& r);
   void send_to_peer(Reader& r);
@@ -266,7 +277,9 @@ class Session {
   Reason first_error_;
   uint64_t count_ = 0;
   Arrivals arrivals_;
-  bool is_seen_ = false;  // whether others see memory of this session
+  Ranks& ranks_ = Ranks::all();
+  bool stands_in_ = false;  // what cannot be read is taken as zeros
+  bool is_seen_ = false;    // whether others see memory of this session
 };
 
 }  // namespace sky

@@ -137,6 +137,7 @@ Template Session::read_template(Reader& r) {
   Template t;
   t.name = overload.empty() ? name : name + "." + overload;
   t.is_graph = name == "skyward::run";
+  t.is_collective = ranks_.is_mesh() && (t.is_graph || is_collective(name));
   find_operator(t, name, overload, origin.substr(std::min(origin.size(), signature.size() + 1)));
   t.payload = r.u32();
   auto n = r.u32();

@@ -1,0 +1,474 @@
+"""PyTorch's DTensor and FSDP, where they reckon with the rank of the process that they run in."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from packaging.version import Version
+
+from skyward.device.libraries import Patches, mesh_checkpoints, wrap
+from skyward.errors import ConfigurationError
+
+
+def _is_place(rank: Any) -> bool:
+    """Whether a rank is that of each rank of a mesh."""
+    return getattr(getattr(rank, "device", None), "type", "") == "sky"
+
+
+def _check_even(size: Any, parts: int) -> None:
+    if size % parts:
+        raise ConfigurationError(
+            f"a dimension of {size} has no equal parts for {parts} ranks, and the tensors of a "
+            f"mesh have the same layout on each; pad it to {-(-size // parts) * parts}, or leave "
+            "the tensor whole: Replicate(), or a module of its own without fully_shard"
+        )
+
+
+def _chosen(shards: list[Any], place: Any) -> Any:
+    import torch
+
+    from skyward.device.rank_group import choose
+
+    for shard in shards:
+        if shard.shape != shards[0].shape:
+            _check_even(sum(each.shape[0] for each in shards), len(shards))
+    return choose(torch.stack(list(shards)), place)
+
+
+def _collectives(module: Any) -> None:
+    """Collectives with a rank that differs from the others: one program does what each has to."""
+    from skyward.device.rank_group import RankGroup
+
+    def scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_all_ranks(
+            tensor: Any,
+            scatter_list: Any = None,
+            src: int | None = None,
+            group: Any = None,
+            async_op: bool = False,
+            group_src: int | None = None,
+        ) -> Any:
+            if not isinstance(group, RankGroup):
+                return original(tensor, scatter_list, src, group, async_op, group_src)
+            options = module.ScatterOptions()
+            options.rootRank = first_or(group, src, group_src)
+            return waited(group.scatter([tensor], [scatter_list or []], options), async_op)
+
+        return on_all_ranks
+
+    def gather(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_all_ranks(
+            tensor: Any,
+            gather_list: Any = None,
+            dst: int | None = None,
+            group: Any = None,
+            async_op: bool = False,
+            group_dst: int | None = None,
+        ) -> Any:
+            if not isinstance(group, RankGroup):
+                return original(tensor, gather_list, dst, group, async_op, group_dst)
+            first_or(group, dst, group_dst)
+            return waited(group.gather([gather_list or []], [tensor]), async_op)
+
+        return on_all_ranks
+
+    def first_or(group: Any, rank: int | None, group_rank: int | None) -> int:
+        if rank is None and group_rank is None:
+            group_rank = 0
+        found: int = module._canonicalize_group_rank(group, rank, group_rank, return_global=False)
+        return found
+
+    def waited(work: Any, async_op: bool) -> Any:
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def check_not_self(original: Callable[..., None]) -> Callable[..., None]:
+        def in_a_process_of_its_own(group: Any, rank: int, rank_type: str) -> None:
+            # The group says why it does not send.
+            if not isinstance(group, RankGroup):
+                original(group, rank, rank_type)
+
+        return in_a_process_of_its_own
+
+    def get_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda group=None: group.rank() if isinstance(group, RankGroup) else original(group)
+
+    wrap(module, "get_rank", get_rank)
+    wrap(module, "scatter", scatter)
+    wrap(module, "gather", gather)
+    wrap(module, "_check_not_self_rank", check_not_self)
+
+
+def _functional_collectives(module: Any) -> None:
+    import torch
+
+    from skyward.device.rank_group import RankGroup, check_exchanged, choose
+
+    def exchange(original: Callable[..., Any]) -> Callable[..., Any]:
+        def of_equal_parts(
+            self: Any, output_split_sizes: Any, input_split_sizes: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if self.device.type == "sky":
+                check_exchanged(output_split_sizes or [], input_split_sizes or [])
+            return original(self, output_split_sizes, input_split_sizes, *args, **kwargs)
+
+        return of_equal_parts
+
+    def permute(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_each_rank(self: Any, src_dst: list[int], group: Any, tag: str = "") -> Any:
+            if self.device.type != "sky":
+                return original(self, src_dst, group, tag)
+            on, dim = group if isinstance(group, tuple) else (group, None)
+            ranks = on if isinstance(on, RankGroup) else on.get_group(dim)
+            if sorted(src_dst) != list(range(ranks.size())):
+                raise ConfigurationError(
+                    f"permute_tensor: {src_dst} does not send one tensor to each of the "
+                    f"{ranks.size()} ranks, and the tensors of a mesh have the same layout on each"
+                )
+            sources = [src_dst.index(rank) for rank in range(ranks.size())]
+            rows = module.all_gather_single(self.unsqueeze(0), 0, ranks)
+            source = choose(rows.new_tensor(sources, dtype=torch.int64), ranks.rank())
+            return choose(rows, source)
+
+        return on_each_rank
+
+    wrap(module, "all_to_all_single", exchange)
+    wrap(module, "permute_tensor", permute)
+
+
+def _device_mesh(module: ModuleType) -> None:
+    from skyward.device import mesh
+
+    def init(original: Callable[..., None]) -> Callable[..., None]:
+        def of_a_slice(self: Any, *args: Any, **kwargs: Any) -> None:
+            root = kwargs.get("_root_mesh")
+            if not isinstance(root, mesh.Mesh):
+                return original(self, *args, **kwargs)
+            self.__class__ = mesh.Mesh
+            self.device = root.device
+            return original(self, *args, **{**kwargs, "_rank": 0})
+
+        return of_a_slice
+
+    def set_up(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self: None if isinstance(self, mesh.Mesh) else original(self)
+
+    def init_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+        def or_have_them_made(
+            self: Any, layout: Any, rank_map: Any, names: Any, override: Any
+        ) -> Any:
+            if isinstance(self, mesh.Mesh):
+                return self.make_groups(layout, names)
+            return original(layout, rank_map, names, override)
+
+        return or_have_them_made
+
+    wrap(module.DeviceMesh, "__init__", init)
+    wrap(module.DeviceMesh, "_setup_world_group_and_device", set_up)
+    # It is called on instances, of which the original one knows nothing.
+    plain = module.DeviceMesh._init_process_groups
+    module.DeviceMesh._init_process_groups = init_groups(plain)
+
+
+def _dtensors(module: Any) -> None:
+    """Where a tensor goes to the device of its mesh, which PyTorch names by its type alone."""
+    import torch
+
+    from skyward.device import mesh
+
+    def there(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_its_mesh(*args: Any, **kwargs: Any) -> Any:
+            own = next((x for x in (*args, *kwargs.values()) if isinstance(x, mesh.Mesh)), None)
+            if own is None:
+                return original(*args, **kwargs)
+            with torch.sky.device(own.device):  # type: ignore[attr-defined]
+                return original(*args, **kwargs)
+
+        return on_its_mesh
+
+    for name in ("distribute_tensor", "distribute_module", "_dtensor_init_helper"):
+        wrap(module, name, there)
+    wrap(module.DTensor, "from_local", there)
+    mesh_checkpoints.of_dtensors(module)
+
+
+def _offsets(module: Any) -> None:
+    """Where the part of each rank begins in the whole tensor: a tensor on the mesh."""
+    import torch
+
+    def size_and_offsets(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_each_rank(
+            size: Any, parts: int, rank: Any, placement: Any, before: Any, *args: Any
+        ) -> Any:
+            if not _is_place(rank) or any(args[1:]):
+                return original(size, parts, rank, placement, before, *args)
+            own, begin = placement._local_shard_size_and_offset(size, parts, rank)
+            at = torch.arange(own, device=rank.device) + begin
+            return own, at if before is None else before[at]
+
+        return on_each_rank
+
+    def first(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda offsets: offsets[0] if _is_place(offsets) else original(offsets)
+
+    wrap(module, "_get_shard_size_and_offsets", size_and_offsets)
+    wrap(module, "_get_first_offset", first)
+
+
+def _placements(module: Any) -> None:
+    import torch
+
+    def select_part(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_each_rank(
+            self: Any, tensor: Any, num_chunks: int, index: Any, **options: Any
+        ) -> Any:
+            if not _is_place(index):
+                return original(self, tensor, num_chunks, index, **options)
+            _check_even(tensor.size(self.dim), num_chunks)
+            shards, _ = self._split_tensor(tensor, num_chunks, with_padding=False, contiguous=False)
+            return _chosen(shards, index)
+
+        return on_each_rank
+
+    def select(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_each_rank(shards: list[Any], shard_index: Any) -> Any:
+            if _is_place(shard_index):
+                return _chosen(shards, shard_index)
+            return original(shards, shard_index)
+
+        return on_each_rank
+
+    def unpad(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_each_rank(
+            dim: int, local_tensor: Any, pad_sizes: list[int], rank: Any, make_contiguous: bool
+        ) -> Any:
+            if not _is_place(rank):
+                return original(dim, local_tensor, pad_sizes, rank, make_contiguous)
+            if any(pad_sizes):
+                parts = len(pad_sizes)
+                _check_even(local_tensor.size(dim) * parts - sum(pad_sizes), parts)
+            return local_tensor
+
+        return on_each_rank
+
+    def size_and_offset(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_each_rank(curr_local_size: Any, num_chunks: int, rank: Any) -> Any:
+            if _is_place(rank):
+                _check_even(curr_local_size, num_chunks)
+            return original(curr_local_size, num_chunks, rank)
+
+        return on_each_rank
+
+    def scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_each_rank(
+            output: Any,
+            scatter_list: Any,
+            mesh: Any,
+            mesh_dim: int = 0,
+            async_op: bool = False,
+            *,
+            group_src: int = 0,
+        ) -> Any:
+            if mesh.device_type != "sky" or output.is_meta:
+                return original(output, scatter_list, mesh, mesh_dim, async_op, group_src=group_src)
+            group = mesh.get_group(mesh_dim)
+            return torch.distributed.scatter(
+                output, scatter_list, group=group, async_op=async_op, group_src=group_src
+            )
+
+        return on_each_rank
+
+    wrap(module.Shard, "_select_split_tensor", select_part)
+    wrap(module.Shard, "_maybe_unpad_tensor_with_sizes", unpad)
+    wrap(module.Shard, "local_shard_size_and_offset", size_and_offset)
+    wrap(module._StridedShard, "_select_split_tensor", select_part)
+    wrap(module._StridedShard, "_select_shard", select)
+    # It was imported there from the module that has it.
+    module.mesh_scatter = scatter(module.mesh_scatter)
+
+
+def _schemas(module: Any) -> None:
+    import torch
+
+    from skyward.device.mesh import Mesh
+
+    def rebuild(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_its_device(spec: Any) -> Any:
+            if not isinstance(spec.mesh, Mesh) or spec.tensor_meta is None:
+                return original(spec)
+            # By its kind alone, a fake tensor may be remembered from another mesh.
+            shape, stride, dtype = spec.tensor_meta
+            return torch.empty_strided(shape, stride, dtype=dtype, device=spec.mesh.root.device)
+
+        return on_its_device
+
+    wrap(module, "_rebuild_tensor_from_dtensor_meta", rebuild)
+
+
+def _random(module: Any) -> None:
+    from skyward.device import sharded
+    from skyward.device.mesh import Mesh
+
+    def init(original: Callable[..., None]) -> Callable[..., None]:
+        def without_ranks(self: Any, device_mesh: Any, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(device_mesh, Mesh):
+                return original(self, device_mesh, *args, **kwargs)
+            return module._RNGStateTracker.__init__(self, device_mesh.device)  # type: ignore[no-any-return]
+
+        return without_ranks
+
+    def region(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_each_rank(self: Any, spec: Any, generator: Any = None) -> Any:
+            if not isinstance(spec.mesh, Mesh):
+                return original(self, spec, generator)
+            from torch._guards import detect_fake_mode
+
+            # What is traced has no places yet.
+            is_real = detect_fake_mode() is None
+            return sharded.WholeDraws(spec, generator) if is_real else contextlib.nullcontext()
+
+        return on_each_rank
+
+    wrap(module.OffsetBasedRNGTracker, "__init__", init)
+    wrap(module.OffsetBasedRNGTracker, "_distribute_region", region)
+
+
+def _sharding(module: ModuleType) -> None:
+    from skyward.device import mesh
+
+    def forward_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
+        def of_all_or_none(reshard_after_forward: Any, mesh_info: Any) -> Any:
+            is_flag = isinstance(reshard_after_forward, bool)
+            if isinstance(mesh_info.mesh, mesh.Mesh) and not is_flag:
+                raise ConfigurationError(
+                    f"fully_shard(reshard_after_forward={reshard_after_forward!r}): give True or "
+                    "False on a mesh of compute.mesh()"
+                )
+            return original(reshard_after_forward, mesh_info)
+
+        return of_all_or_none
+
+    def device(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda of: of.device if isinstance(of, mesh.Mesh) else original(of)
+
+    wrap(module, "_get_post_forward_mesh_info", forward_mesh)
+    wrap(module, "_get_device_from_mesh", device)
+
+
+def _sharded_parameters(module: Any) -> None:
+    import torch
+
+    def stays(original: Callable[..., None]) -> Callable[..., None]:
+        def on_the_mesh(self: Any, *args: Any, **kwargs: Any) -> None:
+            if self.offload_to_cpu and self.device.type == "sky":
+                raise ConfigurationError(
+                    "fully_shard(offload_policy=CPUOffloadPolicy()): the parameters would come to "
+                    "this machine, which has one tensor where each rank has its own; leave the "
+                    "policy out, and give the mesh more ranks if their memory is too small"
+                )
+            original(self, *args, **kwargs)
+
+        return on_the_mesh
+
+    wrap(module.FSDPParam, "_init_sharded_param", stays)
+
+    def chunks(original: Callable[..., Any]) -> Callable[..., Any]:
+        class Chunks(list[Any]):
+            """Parts of a tensor, of which each rank finds its own by its place.
+
+            They are padded with zeros to one length, as FSDP's own are for its collectives. The
+            padding stays zero: its gradients are.
+            """
+
+            def __getitem__(self, key: Any) -> Any:
+                if not _is_place(key):
+                    return super().__getitem__(key)
+                first, rows = self[0], []
+                for part in self:
+                    row = torch.zeros_like(first, requires_grad=False)
+                    if part.numel():
+                        row[tuple(slice(n) for n in part.shape)] = part.detach()
+                    rows.append(row)
+                return _chosen(rows, key)
+
+        def with_places(tensor: Any, num_chunks: int, dim: int) -> Any:
+            return Chunks(original(tensor, num_chunks, dim))
+
+        return with_places
+
+    # It was imported there from the module that has it.
+    module._chunk_with_empty = chunks(module._chunk_with_empty)
+
+
+def _sharded_collectives(module: Any) -> None:
+    import torch
+
+    from skyward.device.rank_group import RankGroup
+
+    def gather(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_each_rank(fsdp_params: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(group, RankGroup):
+                return original(fsdp_params, group, *args, **kwargs)
+            with group.as_one():
+                return original(fsdp_params, group, *args, **kwargs)
+
+        return on_each_rank
+
+    def copy_in(
+        inputs: Any, output: Any, sizes: list[int], numel: int, rank: int
+    ) -> tuple[Any, Any]:
+        # Where each rank's part lies in the whole differs: it is a tensor of its own.
+        own = output.new_empty(numel)
+        with torch.no_grad():
+            torch._foreach_copy_(torch.split(own, sizes), inputs)
+        return own, output
+
+    wrap(module, "foreach_all_gather", gather)
+    with warnings.catch_warnings():
+        # That it takes the place of PyTorch's own.
+        warnings.simplefilter("ignore")
+        module.lib.impl("all_gather_copy_in", copy_in, "PrivateUse1", allow_override=True)
+
+
+PATCHES: dict[str, Callable[[ModuleType], None]] = {
+    "torch.distributed.distributed_c10d": _collectives,
+    "torch.distributed._functional_collectives": _functional_collectives,
+    "torch.distributed.device_mesh": _device_mesh,
+    "torch.distributed.tensor._api": _dtensors,
+    "torch.distributed.tensor._utils": _offsets,
+    "torch.distributed.tensor.placement_types": _placements,
+    "torch.distributed.tensor._op_schema": _schemas,
+    "torch.distributed.tensor._random": _random,
+    "torch.distributed.fsdp._fully_shard._fsdp_init": _sharding,
+    "torch.distributed.fsdp._fully_shard._fsdp_param": _sharded_parameters,
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives": _sharded_collectives,
+}
+
+
+def install() -> None:
+    """Tell PyTorch of meshes; once per process."""
+    import torch
+
+    from skyward.device import mesh
+
+    if hasattr(torch.Tensor, "on"):
+        return
+    if Version(torch.__version__) < Version("2.13"):
+        raise ConfigurationError(
+            f"mesh(): it needs torch 2.13, and this is {torch.__version__}, whose DTensor reckons "
+            "with one rank in a process; install a newer one"
+        )
+    torch.Tensor.on = mesh.on  # type: ignore[attr-defined]
+    Patches(PATCHES | mesh_checkpoints.PATCHES).install(everywhere=True)
+    original = torch._tensor_str._str
+
+    def text(self: torch.Tensor, **options: Any) -> str:
+        return mesh.text_of(self, original, **options)
+
+    torch._tensor_str._str = text

@@ -1,0 +1,289 @@
+"""A mesh: PyTorch's DeviceMesh over the processes of a pool, held by one program.
+
+The program issues an operation once, and every rank carries it out on its own tensors, which have
+the same layout everywhere. What differs between the ranks is in tensors alone: a rank's place along
+a dimension is one, too, so a shard is chosen by an operation like any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from skyward.device.core import core
+from skyward.device.rank_group import RankGroup, choose
+from skyward.errors import ConfigurationError
+
+_c10d: Any = distributed_c10d
+_numbers = itertools.count()
+_open: dict[int, Mesh] = {}
+"""The meshes by the index of their device."""
+
+
+def mesh_at(device: torch.device) -> Mesh | None:
+    """The mesh whose device this is; None if it is another device."""
+    mesh = _open.get(device.index) if device.type == "sky" else None
+    return mesh if mesh is not None and mesh.is_open else None
+
+
+def mesh_of(tensor: torch.Tensor) -> Mesh | None:
+    """The mesh that a tensor is on; None if it is on another device."""
+    return mesh_at(tensor.device)
+
+
+class Mesh(DeviceMesh):
+    """The ranks of `compute.mesh()`, in rows and columns; a slice of one is one, too.
+
+    >>> mesh = compute.mesh(dp=2, tp=4)
+    >>> weight = distribute_tensor(weight, mesh["tp"], [Shard(0)])
+    """
+
+    device: torch.device
+    """The torch device of all ranks: a tensor on it exists once on each."""
+
+    def __init__(self, index: int, sizes: Mapping[str, int], world: str) -> None:
+        _forget_closed()
+        self._opening = core().openings[index]
+        self.device = torch.device("sky", index)
+        self._prefix = world
+        size = math.prod(sizes.values())
+        ranks = torch.arange(size, dtype=torch.int).view(*sizes.values())
+        super().__init__("sky", ranks, mesh_dim_names=tuple(sizes), _init_backend=False, _rank=0)
+        self._add_group(world, list(range(size)))
+        names: Any = self.make_groups(self._layout, self._mesh_dim_names)
+        self._dim_group_names = names
+        _open[index] = self
+
+    # The ranks.
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The numbers of the ranks; of a slice, of the first one's."""
+        whole = self._layout.remap_to_tensor(self._rank_map)
+        return self._get_mesh_tensor_from_full_mesh(whole, 0)
+
+    @property
+    def root(self) -> Mesh:
+        """The mesh that this one is a slice of."""
+        root: Any = self._get_root_mesh()
+        return root  # type: ignore[no-any-return]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the device is still that of this mesh: its index may be another one's now."""
+        index = self.root.device.index
+        return core().openings[index] == self.root._opening and index in core().open_devices
+
+    @property
+    def world(self) -> RankGroup:
+        """The process group of all ranks."""
+        found: RankGroup = _c10d._resolve_process_group(self.root._prefix)
+        return found
+
+    def make_groups(self, layout: Any, names: Sequence[str] | None) -> list[str]:
+        """Make a process group for each dimension of a layout; their names."""
+        root = self.root
+        made: dict[str, list[list[int]]] = {}
+        for at in range(len(layout)):
+            ranks = type(layout)([layout[at]]).remap_to_tensor(root._rank_map).tolist()
+            made[f"{root._prefix}-{names[at] if names else at}-{next(_numbers)}"] = ranks
+        core().make_groups(self.root.device.index, made)
+        for name, ranks in made.items():
+            root._add_group(name, ranks[0])
+        return list(made)
+
+    def _add_group(self, name: str, ranks: list[int]) -> None:
+        group = RankGroup(name, len(ranks), self.device)
+        self._pg_registry[name] = group
+        # As `new_group` notes its groups, but for the world: this process is none of the ranks.
+        world = _c10d._world
+        world.pg_map[group] = ("sky", None)
+        world.pg_names[group] = name
+        world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
+        world.pg_backend_config[group] = "sky:sky"
+        tag = f"ptd:{name}"
+        world.tags_to_pg.setdefault(tag, []).append(group)
+        world.pg_to_tag[group] = tag
+        _c10d._register_process_group(name, group)
+
+    def get_rank(self) -> Any:
+        """The number of each rank, as a tensor on the mesh."""
+        return self.world.rank()
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
+        """The place of each rank along a dimension, as a tensor on the mesh."""
+        return self.get_group(mesh_dim).rank()
+
+    def get_coordinate(self) -> Any:
+        """The place of each rank along each dimension, as tensors on the mesh."""
+        return tuple(self.get_local_rank(dim) for dim in range(self.ndim))
+
+    def _sym_get_coordinate(self, index: int) -> Any:
+        return self.get_local_rank(index)
+
+    def __enter__(self) -> Mesh:
+        torch.sky.set_device(self.root.device)  # type: ignore[attr-defined]
+        return super().__enter__()  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        return self
+
+    def __getstate__(self) -> Any:
+        raise ConfigurationError(
+            "a mesh cannot be pickled, nor a tensor that is sharded over it: save it with "
+            "torch.distributed.checkpoint.save or in a sky.ModelStore, or torch.save "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True)) of torch.distributed.checkpoint.state_dict"
+        )
+
+    # Data and models.
+
+    def split(self, batch: Any, dim: str | None = None) -> Any:
+        """A batch on the mesh, of which each rank along a dimension has its own part.
+
+        `dim` is `dp` if the mesh has that, or else its first dimension. Tensors in lists, tuples
+        and dicts are split along their first dimension. Of a DataLoader, it is the batches of an
+        epoch.
+
+        >>> for x, y in mesh.split(loader):
+        ...     loss = model(x, y)
+        """
+        from torch.utils import _pytree, data
+
+        if isinstance(batch, data.DataLoader):
+            return (self.split(each, dim) for each in batch)
+        names = self._mesh_dim_names or ()
+        dim = dim or ("dp" if "dp" in names else names[0])
+        size, place = self[dim].size(), self.get_local_rank(dim)
+
+        def part(tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+                return tensor
+            if len(tensor) % size:
+                raise ConfigurationError(
+                    f"mesh.split: a batch of {len(tensor)} has no equal parts for the {size} ranks "
+                    f"of {dim!r}; give a DataLoader drop_last=True and a batch_size that is a "
+                    f"multiple of {size}"
+                )
+            there = tensor.to(self.root.device, non_blocking=True)
+            return choose(there.view(size, -1, *there.shape[1:]), place)
+
+        return _pytree.tree_map(part, batch)
+
+    def replicate(self, model: torch.nn.Module, dim: str | None = None) -> torch.nn.Module:
+        """A model with a copy on each rank, whose gradients are averaged along a dimension.
+
+        It is PyTorch's DistributedDataParallel; give it what `split` returns.
+
+        >>> model = mesh.replicate(model)
+        """
+        from torch.nn.parallel import DistributedDataParallel
+
+        names = self._mesh_dim_names or ()
+        dim = dim or ("dp" if "dp" in names else names[0])
+        model = model.to(self.root.device)
+        return DistributedDataParallel(model, process_group=self.get_group(dim))
+
+    # Looking in.
+
+    def each(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor of every rank, as tensors of the CPU.
+
+        >>> mesh.each(loss)
+        [tensor(2.31), tensor(2.28)]
+        """
+        local = _local(tensor)
+        if mesh_of(local) is not self.root:
+            raise ConfigurationError(
+                f"mesh.each: the tensor is on {local.device}, and the mesh is {self.root.device}"
+            )
+        size = self.world.size()
+        flat = local.detach().contiguous().reshape(-1)
+        as_bytes = flat.view(torch.uint8) if flat.numel() else flat
+        rows = torch.ops._c10d_functional.all_gather_into_tensor(as_bytes, size, self.world.name)
+        here = torch.ops._c10d_functional.wait_tensor(rows).cpu().view(size, -1)
+        return [
+            row.contiguous().view(local.dtype).reshape(local.shape) if flat.numel() else local.cpu()
+            for row in here
+        ]
+
+    def on(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The tensor of one rank, as a tensor of the CPU."""
+        local = _local(tensor)
+        if not 0 <= operator.index(rank) < self.world.size():
+            raise ConfigurationError(
+                f"on({rank}): the ranks of this mesh are 0 to {self.world.size() - 1}"
+            )
+        copied = local.detach().contiguous().clone()
+        flat = copied.reshape(-1)
+        as_bytes = flat.view(torch.uint8) if flat.numel() else flat
+        torch.ops._c10d_functional.broadcast_(as_bytes, rank, self.world.name)
+        torch.ops._c10d_functional.wait_tensor(as_bytes)
+        return copied.cpu()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What each rank has of a tensor, which may be a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    wait = getattr(local, "wait", None)  # of a collective that is under way
+    return wait() if callable(wait) else local
+
+
+def on(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """The tensor of one rank of its mesh, as a tensor of the CPU; a method of tensors.
+
+    >>> loss.on(1)
+    tensor(2.28)
+    """
+    mesh = mesh_of(_local(tensor))
+    if mesh is None:
+        raise ConfigurationError(
+            f"on({rank}): the tensor is on {tensor.device}, which is no mesh of compute.mesh()"
+        )
+    return mesh.on(tensor, rank)
+
+
+def text_of(tensor: torch.Tensor, original: Callable[..., str], **options: Any) -> str:
+    """What a mesh tensor looks like: once, or with the ranks on which it differs."""
+    mesh = mesh_of(tensor)
+    if mesh is None:
+        return original(tensor, **options)
+    kinds: list[tuple[torch.Tensor, list[int]]] = []
+    for rank, each in enumerate(mesh.each(tensor)):
+        raw = each.contiguous().reshape(-1).view(torch.uint8)
+        same = next((ranks for kind, ranks in kinds if torch.equal(kind, raw)), None)
+        if same is None:
+            kinds.append((raw, [rank]))
+        else:
+            same.append(rank)
+    texts = []
+    for raw, ranks in kinds:
+        here = raw.view(tensor.dtype).reshape(tensor.shape)
+        text = original(here, **options).removesuffix(")")
+        words = f"device='{tensor.device}'" + (", requires_grad=True" * tensor.requires_grad)
+        names = "" if len(kinds) == 1 else f", rank={', '.join(map(str, ranks))}"
+        texts.append(f"{text}, {words}{names})")
+    return "\n".join(texts)
+
+
+def _forget_closed() -> None:
+    """Give up the groups of meshes that are no more."""
+    for index, mesh in list(_open.items()):
+        if not mesh.is_open:
+            del _open[index]
+            for name, group in mesh._pg_registry.items():
+                _c10d._unregister_process_group(name)
+                world = _c10d._world
+                for known in (world.pg_map, world.pg_names, world.pg_group_ranks):
+                    known.pop(group, None)
+                world.pg_backend_config.pop(group, None)
+                world.tags_to_pg.pop(world.pg_to_tag.pop(group, ""), None)
