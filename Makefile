@@ -18,6 +18,9 @@ UV_INDEX_OF_PIP = UV_DEFAULT_INDEX="$(call PIP_SAYS,index-url, )"
 INSTALL = UV_FIND_LINKS="$(call PIP_SAYS,find-links,$(COMMA))" $(UV_INDEX_OF_PIP) \
 	$(BIN)/uv pip install -q --python $(BIN)/python
 
+# Written once, in place of compiled by every process that imports torch: 7 s of a processor each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all simulate soak walks check check-python check-cpp format fuzz sanitize bench docs wheels lock audit clean
 

@@ -61,7 +61,7 @@ class Model(Base):
     async def later(self) -> str:
         return self.path
 
-    @sky.function(timeout=30)
+    @sky.function(timeout=200)
     def marked(self, x: int) -> int:
         return x + self.scale
 

@@ -503,6 +503,41 @@ def test_cancelling_one_thread_leaves_the_others_alone(threads, tmp_path, eventu
     assert pid() >> threads == before
 
 
+def test_an_import_is_done_before_its_thread_is_interrupted(threads, tmp_path, eventually, patient):
+    """Torch, for one, cannot be imported again after half an import."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import pathlib, time\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "(here / 'begun').touch()\n"
+        "while not (here / 'go').exists():\n"
+        "    time.sleep(0.001)\n"
+        "(here / 'whole').touch()\n"
+    )
+
+    @sky.function
+    def importing(folder):
+        sys.path.insert(0, folder)
+        import slow_to_import  # noqa: F401
+
+        try:
+            while True:
+                time.sleep(0.001)
+        finally:
+            Path(folder, "stopped").touch()
+
+    other = wait_then(tmp_path / "gate", "fine") > threads
+    victim = importing(str(tmp_path)) > threads
+    eventually((tmp_path / "begun").exists)
+
+    victim.cancel()
+    (tmp_path / "go").touch()
+
+    eventually((tmp_path / "stopped").exists)
+    assert (tmp_path / "whole").exists()
+    (tmp_path / "gate").touch()
+    assert other.result(100) == "fine"
+
+
 def test_an_exception_on_one_thread_is_its_calls_alone(threads, tmp_path):
     other = wait_then(tmp_path / "gate", "fine") > threads
 

@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 
 import skyward as sky
+from skyward.calls.lane import Timeouts
 from skyward.calls.loop import Loop
 from skyward.wire.frames import META_LIMIT
 
@@ -1441,16 +1442,25 @@ def test_a_timeout_may_be_years():
         loop.stop()
 
 
-def test_a_timeout_counts_from_dispatch_not_from_submission(compute, tmp_path):
+def test_a_timeout_counts_from_dispatch_not_from_submission(compute, tmp_path, monkeypatch):
+    start, counted = Timeouts.start, []
+
+    def started(timeouts, task):
+        if task.timeout is not None:
+            counted.append(task.timeout)
+        start(timeouts, task)
+
+    monkeypatch.setattr(Timeouts, "start", started)
     blockers = [wait_then(tmp_path / "gate", 1) > compute for _ in range(2)]
-    quick = sky.function(timeout=5)(lambda: "ran")() > compute
+    quick = sky.function(timeout=200)(lambda: "ran")() > compute
 
     with pytest.raises(concurrent.futures.TimeoutError):
         quick.result(0.2)
+    assert counted == []
     (tmp_path / "gate").touch()
-
     assert quick.result(100) == "ran"
-    assert all(blocker.result(100) for blocker in blockers)
+    assert [blocker.result(100) for blocker in blockers] == [1, 1]
+    assert counted == [200]
 
 
 def test_retries_run_again_when_a_worker_dies(compute, tmp_path):

@@ -95,7 +95,7 @@ def trusting(papers: Credentials | None) -> ssl.SSLContext:
 
 @pytest.fixture(scope="module", params=["unix", "tcp"])
 def siege(request: pytest.FixtureRequest) -> Iterator[Siege]:
-    options = sky.Options(console=False, default_timeout=20)
+    options = sky.Options(console=False, default_timeout=300)
     with sky.Compute(sky.Local(transport=request.param), options=options) as compute:
         siege = Siege(compute, request.param)
         siege.works()
@@ -260,7 +260,7 @@ def test_a_function_that_scribbles_on_the_wire_costs_its_worker_only(
             Result(1, 0.0, Payload(5, [Buffer(1 << 40, STREAMED)], inline=5)), b"short"
         ),
     }[written]
-    options = sky.Options(console=False, default_timeout=30)
+    options = sky.Options(console=False, default_timeout=300)
     with sky.Compute(sky.Local(transport=transport), options=options) as compute:  # type: ignore[arg-type]
         with pytest.raises(sky.WorkerDiedError, match="scribble lost its worker on node 0"):
             scribble(garbage) >> compute
@@ -283,7 +283,7 @@ def test_a_worker_that_cannot_be_reached_is_replaced(monkeypatch: pytest.MonkeyP
     def die() -> None:
         os._exit(1)
 
-    options = sky.Options(console=False, default_timeout=30)
+    options = sky.Options(console=False, default_timeout=300)
     with sky.Compute(options=options) as compute:
         monkeypatch.setattr(host, "connect", crowded)
         with pytest.raises(sky.WorkerDiedError):

@@ -191,10 +191,10 @@ def test_the_lock_of_a_dead_holder_is_free_and_its_next_holder_sees_that(
 
     with pytest.raises(sky.WorkerDiedError):
         dies() >> pool
-    with sky.lock(name, timeout=30) as lock:
+    with sky.lock(name, timeout=200) as lock:
         first, abandoned = lock.token, lock.abandoned
     assert abandoned
-    with sky.lock(name, timeout=30) as lock:
+    with sky.lock(name, timeout=200) as lock:
         assert not lock.abandoned
         assert lock.token is not None
         assert first is not None
@@ -258,7 +258,7 @@ def test_a_dead_waiter_takes_no_item(pool: sky.Compute, name: str, eventually: E
     with pytest.raises(sky.WorkerDiedError):
         waits() >> pool
     sky.queue(name).put("kept")
-    assert sky.queue(name).get(timeout=30) == "kept"
+    assert sky.queue(name).get(timeout=200) == "kept"
 
 
 def test_ctrl_c_ends_a_wait_of_the_client(pool: sky.Compute, name: str) -> None:
@@ -271,7 +271,7 @@ def test_ctrl_c_ends_a_wait_of_the_client(pool: sky.Compute, name: str) -> None:
         sky.queue(name).get()
     timer.join()
     sky.queue(name).put("kept")
-    assert sky.queue(name).get(timeout=30) == "kept"
+    assert sky.queue(name).get(timeout=200) == "kept"
 
 
 def test_a_deleted_object_is_new_when_it_is_used_again(pool: sky.Compute, name: str) -> None:
@@ -309,7 +309,7 @@ def test_a_thread_that_waits_does_not_hold_up_the_others_of_its_process(
             thread.start()
         for _ in range(20):
             sky.counter(name).add()
-        with sky.lock(name, timeout=30):
+        with sky.lock(name, timeout=200):
             sky.counter(name).add()
         sky.event(name).set()
         for thread in threads:

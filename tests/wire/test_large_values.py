@@ -31,7 +31,7 @@ def small_cap(request: pytest.FixtureRequest) -> Iterator[sky.Compute]:
             sky.Local(transport=request.param),
             nodes=2,
             worker=sky.Worker(concurrency=2, executor="thread"),
-            options=sky.Options(console=False, default_timeout=60),
+            options=sky.Options(console=False, default_timeout=300),
         ) as compute:
             yield compute
 

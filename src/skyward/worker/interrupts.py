@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import threading
 import types
 import weakref
@@ -18,7 +19,7 @@ from skyward.worker.failures import OURS
 from skyward.worker.places import ReadyTask
 
 AGAIN_SECONDS = 0.005
-"""How long an interrupt waits before its next attempt, if it found our own code running."""
+"""How long an interrupt waits before its next attempt, if it found our own code or an import."""
 
 # Not imported here: most executors never need it.
 _FUTURES = os.path.join(os.path.dirname(threading.__file__), "concurrent", "futures", "_base.py")
@@ -60,8 +61,16 @@ class Interrupts:
         """For each thread, the task whose function is being called there."""
 
     def raise_in(self, task: ReadyTask, kind: type[KeyboardInterrupt] = Interrupted) -> None:
-        """Interrupt the function of a task that runs: cancelled, or with a plain Ctrl-C."""
+        """Interrupt the function of a task that runs: cancelled, or with a plain Ctrl-C.
+
+        Between the functions of two tasks nothing is raised: who runs them looks at `cancelled`.
+        """
+        if self.calling.get(task.thread) is not task:
+            return
         if self._threads or task.thread != self._main:
+            if _in_an_import(sys._current_frames().get(task.thread)):
+                self._raise_later(task, kind)
+                return
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(task.thread), ctypes.py_object(kind)
             )
@@ -76,15 +85,28 @@ class Interrupts:
         kind, self._meant_as = self._meant_as, Interrupted
         if task is None or task is not self.calling.get(self._main):
             return
-        if _in_our_code(frame):
-            # A half-sent frame, or memory that is not given back, would harm later tasks.
-            retry = threading.Timer(AGAIN_SECONDS, self.raise_in, (task, kind))
-            retry.daemon = True
-            retry.start()
+        if _in_our_code(frame) or _in_an_import(frame):
+            # A half-sent frame, memory that is not given back, or a module that stays half
+            # imported would harm later tasks.
+            self._raise_later(task, kind)
             return
         if kind is Interrupted:
             self.calling.pop(self._main, None)
         raise kind
+
+    def _raise_later(self, task: ReadyTask, kind: type[KeyboardInterrupt]) -> None:
+        retry = threading.Timer(AGAIN_SECONDS, self.raise_in, (task, kind))
+        retry.daemon = True
+        retry.start()
+
+
+def _in_an_import(frame: types.FrameType | None) -> bool:
+    """Whether a module is being imported; one that ends half-way leaves its submodules behind."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _in_our_code(frame: types.FrameType | None) -> bool:
