@@ -7,10 +7,12 @@ in for it. With the switch, Linux shows how that works.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import select
 import selectors
+import signal
 import socket
 import stat
 import sys
@@ -54,6 +56,28 @@ def processor_share(cgroups: str) -> float:
 def _read(path: str) -> str:
     with open(path, encoding="utf-8") as file:
         return file.read()
+
+
+def adopt_orphans(adopt: bool = True) -> bool:
+    """Be the parent of descendants whose own parent has ended; False where the kernel cannot."""
+    pr_set_child_subreaper = 36
+    return IS_LINUX and ctypes.CDLL(None).prctl(pr_set_child_subreaper, int(adopt), 0, 0, 0) == 0
+
+
+def show_as(module: str) -> None:
+    """Have `ps` show this process, which was forked, as one that runs the module, on Linux."""
+    with open("/proc/self/stat", "rb") as stat, open("/proc/self/cmdline", "rb") as line:
+        begin, end = map(int, stat.read().rpartition(b")")[2].split()[45:47])
+        shown = b"%s\0-m\0%s\0" % (line.read().partition(b"\0")[0], module.encode())
+    if begin and len(shown) <= end - begin:
+        ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+
+
+def end_with_parent() -> None:
+    """Be killed when the thread of the parent that started this process ends, on Linux."""
+    if IS_LINUX:
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def selector() -> selectors.BaseSelector:

@@ -245,6 +245,7 @@ class Tied(nn.Module):
         return self.out(self.norm(self.embedding(tokens)))
 
 
+@only_in_all
 @pytest.mark.parametrize(
     "optimizer",
     [

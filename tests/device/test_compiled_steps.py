@@ -167,6 +167,7 @@ class Rounded(nn.Module):
         return self.out(weights @ wide)[:, : tokens.shape[1]].square().mean()
 
 
+@only_in_all
 def test_changing_lengths_with_rounded_sizes_stay_compiled(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:

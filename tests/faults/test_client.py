@@ -211,7 +211,7 @@ def test_a_killed_client_leaves_no_process_and_no_folder(
     """
     script = client(body, str(tmp_path / "task"), transport)
     script.hears("running")
-    assert len(script.workers()) == 4
+    assert len(script.workers()) >= 4
     assert script.left()
     script.process.send_signal(number)
     # Nobody has waited for the client yet: as a zombie it still has its process id.

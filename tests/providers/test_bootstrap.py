@@ -412,6 +412,7 @@ def test_system_packages_are_installed_where_they_are_missing(lab: Lab, tmp_path
     assert not prepared.cached, "the environment is there, the system's package is not"
 
 
+@only_in_all
 @pytest.mark.skipif(os.getuid() != 0, reason="installing system packages takes root")
 def test_a_system_package_that_does_not_exist_is_named(lab: Lab, tmp_path: Path) -> None:
     Apt(lab, tmp_path / "apt").installed.write_text("git\n")

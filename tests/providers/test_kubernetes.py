@@ -87,6 +87,7 @@ def test_ddp_over_two_pods(namespace: kube.Namespace, eventually: Callable[..., 
         )
 
 
+@only_in_all
 def test_a_pool_stays_as_pods_is_stopped_and_starts_again(namespace: kube.Namespace) -> None:
     workers = kept_pools.start(namespace.provider(), "pods")
     assert namespace.deadline() is None
@@ -320,10 +321,8 @@ def _script(namespace: kube.Namespace) -> Script:
     return Script("provider", setup)
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [pytest.param(each, marks=() if each == "ready" else only_in_all) for each in PHASES],
-)
+@only_in_all
+@pytest.mark.parametrize("phase", PHASES)
 def test_what_a_killed_client_leaves_is_removed_by_sky_down(
     namespace: kube.Namespace, state: Journal, phase: str
 ) -> None:
@@ -680,5 +679,6 @@ def test_what_the_first_pod_installed_the_second_one_finds(
     assert "installing packages" not in told[1]
 
 
+@only_in_all
 def test_a_start_enters_no_file_that_is_not_listed(namespace: kube.Namespace) -> None:
     walks.check(walks.KUBERNETES, namespace.provider())

@@ -369,6 +369,7 @@ def test_whether_a_cluster_grows_is_known_from_its_kinds_of_nodes(
     assert driver.grows(None) is grows
 
 
+@only_in_all
 def test_a_cluster_that_grows_is_asked_for_what_it_does_not_have_yet(emptied: RayCluster) -> None:
     provider = emptied.provider(address="auto", autoscales=True)
     request = dataclasses.replace(plain_request(), vcpus=64)
@@ -418,13 +419,8 @@ def _script(ray: RayCluster, options: str = "") -> Script:
     return Script(provider, options=options)
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [
-        "looking at",
-        *(pytest.param(each, marks=only_in_all) for each in PHASES if each != "looking at"),
-    ],
-)
+@only_in_all
+@pytest.mark.parametrize("phase", PHASES)
 def test_sky_down_removes_what_a_killed_client_had(
     emptied: RayCluster, state: Journal, phase: str
 ) -> None:

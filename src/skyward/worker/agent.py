@@ -41,7 +41,7 @@ from skyward.wire.messages import (
     Shutdown,
     Topology,
 )
-from skyward.worker import detached, hooks
+from skyward.worker import detached, hooks, nursery
 from skyward.worker.config import AgentConfig
 from skyward.worker.jobs import Jobs
 from skyward.worker.kept_values import NamedValues
@@ -343,6 +343,9 @@ def main() -> None:
         # More threads than processors stand in each other's way: 16 on 2 took eight times as long.
         threads = max(1, min(int(config.vcpus), kernel.processors()))
         os.environ["OMP_NUM_THREADS"] = str(threads)
+    if not config.hooks_first:
+        # Hooks change the agent, and what they change is inherited by what the agent starts.
+        nursery.begin("skyward.worker.executor")
     os.environ.update(config.env)
     agent = Agent(config)
     signal.signal(signal.SIGTERM, lambda *_: agent.end())

@@ -7,7 +7,6 @@ the number of a question: where are you?
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import resource
@@ -22,6 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from skyward import kernel
+from skyward.worker import nursery
 
 LEAVE = signal.SIGUSR2
 """The signal by which an executor leaves its hooks and ends; user code may use SIGTERM."""
@@ -61,25 +61,30 @@ class ChildProcess:
         """
         self._status, status = os.pipe()
         held, self._lifeline = os.pipe()
+        told, telling = os.pipe()
+        passed = (status, held, *inherited)
+        birth = nursery.Birth(module, dict(environment), working_directory, [0, 1, 2, *passed])
         try:
-            self._process = subprocess.Popen(
+            streams = (told, stdout, stderr)
+            self._process = nursery.fork(birth, (*streams, *passed)) or subprocess.Popen(
                 [sys.executable, "-P", "-m", module],
-                stdin=subprocess.PIPE,
+                stdin=told,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=(status, held, *inherited),
+                pass_fds=passed,
                 env=environment,
                 cwd=working_directory,
                 start_new_session=True,
             )
+        except BaseException:
+            os.close(telling)
+            raise
         finally:
-            os.close(status)
-            os.close(held)
+            for end in (status, held, told):
+                os.close(end)
         self.pid = self._process.pid
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(configure(status, held)))
-            self._process.stdin.close()
+        with os.fdopen(telling, "wb") as pipe, contextlib.suppress(BrokenPipeError):
+            pipe.write(msgspec.json.encode(configure(status, held)))
 
     @property
     def stderr(self) -> IO[bytes]:
@@ -177,9 +182,7 @@ def hold_lifeline(descriptor: int, asked: Callable[[int], None]) -> None:
 
     `asked` is called with the number of every question that the agent asks.
     """
-    if kernel.IS_LINUX:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    kernel.end_with_parent()
     threading.Thread(
         target=_watch, args=(descriptor, asked), name="skyward-lifeline", daemon=True
     ).start()

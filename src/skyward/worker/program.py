@@ -9,7 +9,6 @@ the status pipe it says that the command runs, and how it has ended.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import select
@@ -222,10 +221,8 @@ class _Supervisor:
     def _prepare_child(self) -> None:
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        if kernel.IS_LINUX:
-            # If this process is killed, nobody is left to end the command.
-            pr_set_pdeathsig = 1
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        # If this process is killed, nobody is left to end the command.
+        kernel.end_with_parent()
         if self._config.terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -292,13 +289,6 @@ class _Supervisor:
 
 # The processes below this one, whatever sessions they have. On Linux this process adopts orphans,
 # so that a daemon stays its descendant. Elsewhere, a daemon with a session of its own survives.
-
-
-def adopt_orphans() -> None:
-    """Be the parent of descendants whose own parent has ended, where the kernel can do that."""
-    if kernel.IS_LINUX:
-        pr_set_child_subreaper = 36
-        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
 def end_descendants(seconds: float = TERMINATE_SECONDS) -> None:
@@ -379,7 +369,7 @@ def main() -> None:
     control = int(sys.argv[1])
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    adopt_orphans()
+    kernel.adopt_orphans()
     config = _configuration(control)
     if config is not None:
         _Supervisor(config, control).run()
