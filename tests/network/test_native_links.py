@@ -133,6 +133,8 @@ Open = Callable[..., Ends]
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     # Ends without terms are Python's.
     monkeypatch.setattr(native, "why_not", lambda: "the test wants Python's")
+    # A machine that stands still for a while says nothing of the links.
+    monkeypatch.setattr("skyward.wire.handshake.GREETING_SECONDS", 200.0)
     made: list[Ends] = []
 
     def open_one(
