@@ -14,6 +14,7 @@ import pytest
 
 import skyward as sky
 from skyward import kernel
+from skyward.worker import nursery
 
 pytestmark = pytest.mark.skipif(not kernel.IS_LINUX, reason="a nursery takes Linux")
 
@@ -89,6 +90,28 @@ def test_a_variable_that_counts_at_the_start_counts() -> None:
     image = sky.Image(env={"PYTHONHASHSEED": "7"})
     with sky.Compute(image=image, options=sky.Options(console=False)) as compute:
         assert own_hash() >> compute == int(said.stdout)
+
+
+def nurseries() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if NURSERY in each.cmdline()]
+
+
+def test_a_nursery_that_stands_still_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(nursery, "_PATIENCE_SECONDS", 0.2)
+    there = nursery.Nursery(NURSERY)
+    eventually(nurseries)
+    (child,) = nurseries()
+    child.suspend()
+    try:
+        birth = nursery.Birth(NURSERY, dict(os.environ), "/", [])
+        assert there.fork(birth, []) is None
+        assert there.ended
+        assert there.fork(birth, []) is None
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_many_executors_and_large_environments_start() -> None:

@@ -26,10 +26,12 @@ import msgspec
 
 from skyward import kernel
 
-_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON", "SKYWARD_", "TZ")
+_AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "OPENSSL_", "PYTHON", "SKYWARD_", "TZ")
 """How variables begin that programs read when they start, or our modules when imported."""
 _BIRTH_SIZE = 1 << 20
 _DESCRIPTORS_MAX = 32
+_PATIENCE_SECONDS = 60.0
+"""How long a process may take to be forked, before the next ones start as programs."""
 _POLL_SECONDS = 0.005
 """How often to look for the end of a process, if somebody waits for a limited time."""
 
@@ -95,20 +97,25 @@ class Nursery:
         if os.fork() == 0:
             _tend(agent, parent, module)
         agent.close()
+        self._nursery.settimeout(_PATIENCE_SECONDS)
+        self.ended = False
 
     def fork(self, birth: Birth, descriptors: Sequence[int]) -> Forked | None:
         """A process; None if it has to start as a program. Only for the agent's main thread."""
-        if _at_start(birth.environment) != self._began_with or not kernel.adopt_orphans():
+        if self.ended or _at_start(birth.environment) != self._began_with:
             return None
-        try:
+        if not kernel.adopt_orphans():
+            return None
+        said = b""
+        # Too large a birth, or a nursery that was killed or stopped.
+        with contextlib.suppress(OSError):
             socket.send_fds(self._nursery, [msgspec.json.encode(birth)], descriptors)
             said = self._nursery.recv(_BIRTH_SIZE)
-        except OSError:
-            # Too large a birth, or the nursery was killed.
-            return None
-        finally:
-            kernel.adopt_orphans(False)
+        kernel.adopt_orphans(False)
         if not said:
+            # An answer that comes late would be taken for that to the next birth.
+            self.ended = True
+            self._nursery.close()
             return None
         if (pid := int(said)) < 0:
             raise OSError(-pid, os.strerror(-pid))
