@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import skyward as sky
 from skyward.device.core import core
@@ -996,6 +997,26 @@ class TestRefused:
             r"runs step as it is: it reads a value, and goes on with operations; return the tensor "
             r"(.|\n)*test_replay\.py:\d+: if x\.sum\(\)\.item\(\) > 3:",
         )
+
+    def test_a_generator_whose_state_is_read(self, device) -> None:
+        """Checkpoints of activations read it, unless they are told that nothing is drawn."""
+
+        def make(**options: Any) -> Work:
+            layer, xs = nn.Linear(10, 4).to(device), batches(device)
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                layer.zero_grad()
+                loss = checkpoint(layer, x, use_reentrant=False, **options).square().mean()
+                loss.backward()
+                return loss
+
+            return Work(step, lambda number: (xs[number],))
+
+        refused(
+            make,
+            r"the state of a generator is read(.|\n)*test_replay\.py:\d+: loss = checkpoint\(",
+        )
+        replayed_like_eager(lambda: make(preserve_rng_state=False))
 
     def test_a_value_read_and_kept(self, device) -> None:
         def make() -> Work:

@@ -306,6 +306,8 @@ def read(
             (changed,) = reader.take("Q")
             tape.steps.append(SettingsStep(changed))
         else:
+            (known,) = reader.take("I")
+            line = known or line
             block(f"it does what cannot be replayed: {reader.text().decode()}")
     if events:
         block("it keeps an event that it has recorded; record it outside")

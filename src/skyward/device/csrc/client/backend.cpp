@@ -21,12 +21,13 @@ std::string tell_generator(int index, uint32_t id, GeneratorAction action, std::
   w.u32(id);
   w.u8(action);
   w.text(content);
+  auto line = line_of_tape();
   std::lock_guard lock(session.mutex);
   session.begin();
+  if (auto* noted = session.tape(); noted && action != kForget)
+    noted->blocked(replied ? "the state of a generator is read" : "a generator is given a seed or a state", line);
   if (replied) return session.ask(w.bytes().data(), w.size());
   session.put(w.bytes().data(), w.size());
-  if (auto* noted = session.tape(); noted && action != kForget)
-    noted->blocked("a generator is given a seed or a state");
   return "";
 }
 

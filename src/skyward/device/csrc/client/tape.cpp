@@ -72,8 +72,9 @@ void Tape::resized(uint32_t slot, uint64_t before, uint64_t bytes) {
   w_.u64(bytes);
 }
 
-void Tape::blocked(std::string_view what) {
+void Tape::blocked(std::string_view what, uint32_t line) {
   w_.u8(kBlocked);
+  w_.u32(line);
   w_.text(what);
 }
 

@@ -51,7 +51,7 @@ class Tape {
   void event(uint32_t event, EventAction action, uint32_t stream);
   void resized(uint32_t slot, uint64_t before, uint64_t bytes);
   // Something that cannot be done again.
-  void blocked(std::string_view what);
+  void blocked(std::string_view what, uint32_t line = 0);
 
   const std::string& content() const { return w_.bytes(); }
 
