@@ -107,6 +107,7 @@ def test_the_gradient_of_a_gradient_is_refused(pair: list[torch.Tensor]) -> None
         gradient.sum().backward()
 
 
+@only_in_all
 def test_results_of_which_one_is_used_and_gradients_that_are_passed_on(
     pair: list[torch.Tensor], device: torch.device
 ) -> None:
@@ -203,6 +204,7 @@ OPTIMIZERS = [
 ]
 
 
+@only_in_all
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:.*optimizer.step.*:UserWarning")
 def test_a_compiled_optimizer_does_what_the_local_one_does(
@@ -268,6 +270,7 @@ def test_compiled_autograd_is_to_be_on_when_the_function_is_called(
         loss.backward()
 
 
+@only_in_all
 @pytest.mark.parametrize(
     "mode",
     [

@@ -35,6 +35,8 @@ from torch.distributed.tensor.parallel import (
 import skyward as sky
 from skyward.errors import ConfigurationError, DeviceError, NoDeviceError
 
+from ..conftest import other_case
+
 pytestmark = [
     # PyTorch 2.13 has other names for two of them, and 2.11 has only these.
     pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning"),
@@ -575,7 +577,14 @@ def test_copies_train_like_the_whole_model(mesh: Any, alone: Any, how: str) -> N
     _agree(_trained(ways[how], mesh.split), alone[5])
 
 
-@pytest.mark.parametrize("how", ["parallel", "copies of parts", "both"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("parallel", marks=other_case),
+        pytest.param("copies of parts", marks=other_case),
+        "both",
+    ],
+)
 def test_replayed_steps_have_the_bits_of_others(mesh: Any, how: str) -> None:
     def both(model: nn.Module) -> nn.Module:
         return fully_shard(_parallel(mesh)(model), mesh=mesh["dp"])

@@ -155,7 +155,7 @@ def test_without_a_service_the_error_says_what_was_tried(state: Journal) -> None
 SCRIPT = Script("podman.provider()", setup="from tests.providers import podman")
 
 
-@pytest.mark.parametrize("phase", phases("creating", "ready"))
+@pytest.mark.parametrize("phase", phases("creating"))
 def test_what_a_killed_script_leaves_is_shown_and_removed(state: Journal, phase: str) -> None:
     show_and_remove_after_a_kill(SCRIPT, phase, state)
 

@@ -506,6 +506,7 @@ def test_a_wrong_token_is_said(ray: RayCluster, monkeypatch: pytest.MonkeyPatch)
         sky.Compute(ray.provider(), options=QUIET).__enter__()
 
 
+@only_in_all
 def test_another_ray_than_the_clusters_is_said_by_name(
     emptied: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,13 +220,10 @@ def test_a_client_killed_while_its_job_waits(blocked: str, state: Journal) -> No
     assert on_this_host(pool) == []
 
 
-KILLED = [
-    pytest.param(phase, marks=() if phase == "ready" else only_in_all)
-    for phase in ("submitting a job", "starting on", "looking at", "starting the agent", "ready")
-]
-
-
-@pytest.mark.parametrize("phase", KILLED)
+@only_in_all
+@pytest.mark.parametrize(
+    "phase", ["submitting a job", "starting on", "looking at", "starting the agent", "ready"]
+)
 def test_what_a_killed_client_leaves_is_removed(phase: str, state: Journal) -> None:
     pool = show_and_remove_after_a_kill(Script("slurm_testbed.provider()", LINE), phase, state)
 
