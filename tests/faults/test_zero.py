@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
+from skyward.calls.dispatch import Dispatcher
 from skyward.providers import Order
 
 from ..conftest import PATIENCE, Eventually, only_in_all, other_case
@@ -254,6 +255,25 @@ def test_a_lost_node_that_only_the_user_can_bring_back_is_tried_at_the_next_call
         fleet.nodes[0].handle_loss("pulled out")
         eventually(lambda: pool.nodes[0].state == "failed")
         assert sky.function(os.getpid)() >> pool != pid
+
+
+def test_a_call_that_comes_while_a_failure_is_told_is_none_of_those_that_fail(
+    monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    provider, pid = Refusing(), sky.function(os.getpid)
+    fail_waiting, late = Dispatcher.fail_waiting, []
+
+    def while_it_is_told(*args: Any) -> None:
+        late.append(pid() > pool)
+        fail_waiting(*args)
+
+    monkeypatch.setattr(Dispatcher, "fail_waiting", while_it_is_told)
+    with sky.Compute(provider, options=QUIET) as pool:
+        before = pid() >> pool
+        provider.refusals.append(ForbiddenError("your login has expired"))
+        pool._open_fleet.nodes[0].handle_loss("pulled out")
+        eventually(lambda: late)
+        assert late[0].result(PATIENCE) != before
 
 
 def test_a_refusal_that_may_pass_is_told_once_and_the_caller_may_stop_waiting(

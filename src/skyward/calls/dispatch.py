@@ -1015,9 +1015,13 @@ class Dispatcher:
         for task in unrunnable:
             self._finish(task, Failed.because(self._nowhere_to_run(task)))
 
-    def fail_waiting(self, why: BaseException) -> None:
-        """Fail every task that waits; tasks that come later may wait again."""
-        for task in self.lanes.take_unrunnable(lambda _: False):
+    def moment(self) -> int:
+        """A number between those of the tasks that have come and those that are still to come."""
+        return next(self._ids)
+
+    def fail_waiting(self, why: BaseException, moment: int) -> None:
+        """Fail every task that waits since before a moment; tasks that came later may wait."""
+        for task in self.lanes.take_unrunnable(lambda task: task.id > moment):
             problem = NodeLostError(
                 f"{task.name} has no node to run on: {why}; the next call has one started again"
             )

@@ -861,6 +861,7 @@ class Node:
             # Under the same lock: a caller who sees the failure may call again at once.
             given_up = self.retries.at is None
             awaits_call = failed and roster.awaits_call()
+            moment = fleet.dispatcher.moment()
             control, lanes = self.release()
         self._drop(control, lanes, str(failure))
         self.remove_machine()
@@ -874,7 +875,7 @@ class Node:
             self._tell_given_up(failure)
         if awaits_call:
             fleet.console.note(f"no node could be started: {failure}; the next call tries again")
-            fleet.dispatcher.fail_waiting(failure)
+            fleet.dispatcher.fail_waiting(failure, moment)
         elif not given_up and roster.serves and first:
             self.tell_retry()
         fleet.dispatcher.fail_unrunnable()
