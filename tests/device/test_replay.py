@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -539,21 +539,9 @@ class TestArguments:
 
     def test_sizes_that_take_turns_count_the_steps_of_one_optimiser(self, device) -> None:
         def make() -> Work:
-            model = net(device)
-            optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+            work = training(device, lambda p: torch.optim.AdamW(p, 0.01))
             xs = batches(device)
-
-            def step(x: torch.Tensor) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = model(x).square().mean()
-                loss.backward()
-                optimizer.step()
-                return loss.detach()
-
-            def state() -> Any:
-                return [optimizer.state_dict()["state"], model.state_dict()]
-
-            return Work(step, lambda number: (xs[number][: 8 + number % 2 * 8],), state)
+            return replace(work, arguments=lambda number: (xs[number][: 8 + number % 2 * 8],))
 
         assert replayed_like_eager(make, 16).replayed >= 8
 
