@@ -73,6 +73,25 @@ def show_as(module: str) -> None:
         ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
 
 
+def raise_descriptors(count: float = math.inf) -> float:
+    """Allow so many open files if the system permits it, and return how many are allowed now.
+
+    Each shared memory segment is an open file.
+    """
+    # Not everywhere that clients run.
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed, most = (math.inf if each == resource.RLIM_INFINITY else each for each in (soft, hard))
+    wanted = min(count, most)
+    if wanted <= allowed:
+        return allowed
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if wanted == most else int(wanted), hard))
+        return wanted
+    return allowed
+
+
 def end_with_parent() -> None:
     """Be killed when the thread of the parent that started this process ends, on Linux."""
     if IS_LINUX:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import skyward as sky
+from skyward import kernel
 from skyward.wire.messages import (
     DeviceDown,
     DeviceUp,
@@ -27,7 +28,7 @@ from skyward.wire.messages import (
     OpenDevice,
     Written,
 )
-from skyward.worker import process, supervision
+from skyward.worker import supervision
 from skyward.worker.agent import Agent
 from skyward.worker.config import AgentConfig
 from skyward.worker.devices import DeviceProcesses, NodeDevices
@@ -157,7 +158,7 @@ def test_more_processes_than_a_node_can_have_are_refused_before_the_first(
     config: AgentConfig, monkeypatch: pytest.MonkeyPatch, memory: float, files: int, reason: str
 ) -> None:
     monkeypatch.setattr(supervision, "memory_there", lambda: memory)
-    monkeypatch.setattr(process, "raise_descriptors", lambda wanted: files)
+    monkeypatch.setattr(kernel, "raise_descriptors", lambda wanted: files)
     config.slots = 100
     told: list[Message] = []
     executors = ExecutorProcesses(config, told.append, queue.SimpleQueue())

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import msgspec
 
+from skyward import kernel
 from skyward.device.agent_line import AgentLine
 from skyward.device.own_torch import OwnTorch
 from skyward.device.peers import Peers
@@ -27,7 +28,7 @@ def main() -> None:
     """Announce the endpoint, and serve one client after the other."""
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=DeviceConfig)
     process.hold_lifeline(config.lifeline, Inspection(config.stacks).answer)
-    process.raise_descriptors()
+    kernel.raise_descriptors()
     sys.path[:] = config.search_path
 
     def announce(said: dict[str, object]) -> None:

@@ -41,7 +41,7 @@ from skyward.wire.messages import (
     Shutdown,
     Topology,
 )
-from skyward.worker import detached, hooks, nursery
+from skyward.worker import detached, fork_server, hooks
 from skyward.worker.config import AgentConfig
 from skyward.worker.jobs import Jobs
 from skyward.worker.kept_values import NamedValues
@@ -207,6 +207,7 @@ class Agent:
         self._services.close()
         self._notices.close()
         self._tenants.close()
+        fork_server.end()
         self._values.close()
         self._services.end()
         try:
@@ -338,6 +339,8 @@ def main() -> None:
         config.search_path += sys.path
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # Who started the agent may ignore it: then nobody hears how a child has ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # The agent has the image's environment too: plugins' hooks see it and may change it.
     if config.vcpus is not None:
         # More threads than processors stand in each other's way: 16 on 2 took eight times as long.
@@ -345,7 +348,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     if not config.hooks_first:
         # Hooks change the agent, and what they change is inherited by what the agent starts.
-        nursery.begin("skyward.worker.executor")
+        fork_server.begin("skyward.worker.executor")
     os.environ.update(config.env)
     agent = Agent(config)
     signal.signal(signal.SIGTERM, lambda *_: agent.end())

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from skyward import context, functions, handles, instances
+from skyward import context, functions, handles, instances, kernel
 from skyward.errors import PluginError, PoolError, ProtocolError
 from skyward.objects import encoding, payloads, references, tensors
 from skyward.objects.encoding import Encoded
@@ -802,7 +802,7 @@ def main() -> None:
     os.dup2(nowhere, 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     process.hold_lifeline(config.lifeline, Inspection(config.stacks).answer)
-    process.raise_descriptors()
+    kernel.raise_descriptors()
     sys.path[:] = config.search_path
     # PyTorch works without numpy, and a script that needs numpy fails when it imports numpy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")

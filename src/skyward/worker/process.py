@@ -7,9 +7,7 @@ the number of a question: where are you?
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from skyward import kernel
-from skyward.worker import nursery
+from skyward.worker import fork_server
 
 LEAVE = signal.SIGUSR2
 """The signal by which an executor leaves its hooks and ends; user code may use SIGTERM."""
@@ -63,10 +61,12 @@ class ChildProcess:
         held, self._lifeline = os.pipe()
         told, telling = os.pipe()
         passed = (status, held, *inherited)
-        birth = nursery.Birth(module, dict(environment), working_directory, [0, 1, 2, *passed])
+        request = fork_server.ForkRequest(
+            module, dict(environment), working_directory, [0, 1, 2, *passed]
+        )
         try:
             streams = (told, stdout, stderr)
-            self._process = nursery.fork(birth, (*streams, *passed)) or subprocess.Popen(
+            self._process = fork_server.fork(request, (*streams, *passed)) or subprocess.Popen(
                 [sys.executable, "-P", "-m", module],
                 stdin=told,
                 stdout=stdout,
@@ -199,19 +199,3 @@ def _watch(descriptor: int, asked: Callable[[int], None]) -> None:
             traceback.print_exc(file=sys.__stderr__)
         number = os.read(descriptor, 1)
     os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
-def raise_descriptors(count: float = math.inf) -> float:
-    """Allow so many open files if the system permits it, and return how many are allowed now.
-
-    Each shared memory segment is an open file.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed, most = (math.inf if each == resource.RLIM_INFINITY else each for each in (soft, hard))
-    wanted = min(count, most)
-    if wanted <= allowed:
-        return allowed
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if wanted == most else int(wanted), hard))
-        return wanted
-    return allowed

@@ -361,7 +361,7 @@ def _too_many(count: int) -> str:
         least = count * OWN_BYTES / 1e9
         return f"{count} processes take at least {least:.3g} GB, and it has {memory / 1e9:.3g} GB"
     files = count * OWN_FILES + OTHER_FILES
-    allowed = process.raise_descriptors(files)
+    allowed = kernel.raise_descriptors(files)
     if files > allowed:
         return (
             f"{count} processes take {files} open files of their agent, which may have {allowed} "

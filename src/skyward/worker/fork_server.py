@@ -1,9 +1,11 @@
-"""The nursery: a process from which an agent's executors are forked, with their modules imported.
+"""The fork server: a process that forks an agent's executors, with their modules imported.
 
-It is forked from the agent before that has threads, and forks twice for each executor: the kernel
-gives an orphan to the process above that adopts orphans, so the executor becomes the agent's child.
-Elsewhere than on Linux executors start as any other program does, and so they do where a variable
-counts that a program reads when it starts.
+The agent forks it before the agent has threads. For each executor it forks twice: the kernel gives
+an orphan to the nearest process above that adopts orphans, so the executor becomes the agent's
+child. An orphan of somebody else that comes in that moment becomes the agent's child as well.
+
+Executors start as any other program does elsewhere than on Linux, and where a variable is set that
+a program reads when it starts. All executors of one fork server have the same secret for hashes.
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ from skyward import kernel
 
 _AT_START = ("GLIBC_", "LANG", "LC_", "LD_", "MALLOC_", "OPENSSL_", "PYTHON", "SKYWARD_", "TZ")
 """How variables begin that programs read when they start, or our modules when imported."""
-_BIRTH_SIZE = 1 << 20
+_REQUEST_SIZE = 1 << 20
 _DESCRIPTORS_MAX = 32
 _PATIENCE_SECONDS = 60.0
 """How long a process may take to be forked, before the next ones start as programs."""
+_SHOWN_AS = "skyward.fork_server"
+"""In place of the agent's name, which has no room for more."""
 _POLL_SECONDS = 0.005
 """How often to look for the end of a process, if somebody waits for a limited time."""
 
 
-class Birth(msgspec.Struct):
-    """A process that a nursery is to fork; its descriptors travel with it."""
+class ForkRequest(msgspec.Struct):
+    """A process that a fork server is to start; its descriptors travel with it."""
 
     module: str
     """The module whose `main` it runs."""
@@ -48,7 +52,7 @@ class Birth(msgspec.Struct):
 
 
 class Forked:
-    """A child of this process that a nursery has forked: the part of `subprocess.Popen` we use."""
+    """A child of this process that a fork server has forked; has what we use of `Popen`."""
 
     stdin = stderr = None
 
@@ -85,71 +89,99 @@ class Forked:
                 os.kill(self.pid, number)
 
 
-class Nursery:
+class ForkServer:
     """The agent's end."""
 
     def __init__(self, module: str) -> None:
-        """Fork the nursery, which imports the module; only for a process with one thread."""
+        """Fork the server, which imports the module; only for a process with one thread."""
         self.module = module
         self._began_with = _at_start(os.environ)
-        self._nursery, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         parent = os.getpid()
-        if os.fork() == 0:
-            _tend(agent, parent, module)
-        agent.close()
-        self._nursery.settimeout(_PATIENCE_SECONDS)
+        # Kernels before 4.11 look only at processes that were forked when their parent adopted.
+        kernel.adopt_orphans()
+        try:
+            self._pid = os.fork()
+        except OSError:
+            self._ours.close()
+            theirs.close()
+            raise
+        finally:
+            kernel.adopt_orphans(False)
+        if self._pid == 0:
+            _serve(theirs, parent, module)
+        theirs.close()
+        self._ours.settimeout(_PATIENCE_SECONDS)
         self.ended = False
 
-    def fork(self, birth: Birth, descriptors: Sequence[int]) -> Forked | None:
+    def fork(self, request: ForkRequest, descriptors: Sequence[int]) -> Forked | None:
         """A process; None if it has to start as a program. Only for the agent's main thread."""
-        if self.ended or _at_start(birth.environment) != self._began_with:
+        if self.ended or _at_start(request.environment) != self._began_with:
             return None
-        if not kernel.adopt_orphans():
+        try:
+            message = msgspec.json.encode(request)
+        except UnicodeError:
+            # Variables and folders may be any bytes.
+            return None
+        if len(message) > _REQUEST_SIZE or not kernel.adopt_orphans():
             return None
         said = b""
-        # Too large a birth, or a nursery that was killed or stopped.
-        with contextlib.suppress(OSError):
-            socket.send_fds(self._nursery, [msgspec.json.encode(birth)], descriptors)
-            said = self._nursery.recv(_BIRTH_SIZE)
-        kernel.adopt_orphans(False)
+        try:
+            # The server may have been killed, or stand still.
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._ours, [message], descriptors)
+                said = self._ours.recv(_REQUEST_SIZE)
+        finally:
+            kernel.adopt_orphans(False)
         if not said:
-            # An answer that comes late would be taken for that to the next birth.
-            self.ended = True
-            self._nursery.close()
-            return None
-        if (pid := int(said)) < 0:
+            self.end()
+        if (pid := int(said or 0)) < 0:
             raise OSError(-pid, os.strerror(-pid))
-        return Forked(pid)
+        return Forked(pid) if pid else None
+
+    def end(self) -> None:
+        """End the server, which may be about to start what it was asked for; its children stay."""
+        if not self.ended:
+            self.ended = True
+            self._ours.close()
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
 
 
-_nursery: Nursery | None = None
+_server: ForkServer | None = None
 
 
 def begin(module: str) -> None:
-    """Have a nursery for this module's processes; only for a process with one thread."""
-    global _nursery
+    """Have a server for this module's processes; only for a process with one thread."""
+    global _server
     if kernel.IS_LINUX:
         # Without one, all works the same.
         with contextlib.suppress(OSError):
-            _nursery = Nursery(module)
+            _server = ForkServer(module)
 
 
-def fork(birth: Birth, descriptors: Sequence[int]) -> Forked | None:
-    """A process from this process's nursery; None if it has none for the module."""
-    if _nursery is None or _nursery.module != birth.module:
+def fork(request: ForkRequest, descriptors: Sequence[int]) -> Forked | None:
+    """A process from this process's server; None if it has none for the module."""
+    if _server is None or _server.module != request.module:
         return None
-    return _nursery.fork(birth, descriptors)
+    return _server.fork(request, descriptors)
+
+
+def end() -> None:
+    """End this process's server, if it has one."""
+    if _server is not None:
+        _server.end()
 
 
 def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in environment.items() if name.startswith(_AT_START)}
 
 
-# In the nursery.
+# In the server.
 
 
-def _tend(agent: socket.socket, parent: int, module: str) -> None:
-    """Fork a process for each birth, until the agent ends; does not return."""
+def _serve(agent: socket.socket, parent: int, module: str) -> None:
+    """ForkRequest the processes that the agent asks for, until it ends; does not return."""
     try:
         kernel.end_with_parent()
         for number in (signal.SIGINT, signal.SIGHUP):
@@ -159,55 +191,66 @@ def _tend(agent: socket.socket, parent: int, module: str) -> None:
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
         _close_but(agent.fileno())
-        kernel.show_as(__name__)
+        # The agent may raise its own limit later, and processes get its descriptors' numbers.
+        kernel.raise_descriptors()
+        kernel.show_as(_SHOWN_AS)
         importlib.import_module(module)
         gc.freeze()
         while os.getppid() == parent:
-            birth, descriptors, _, _ = socket.recv_fds(agent, _BIRTH_SIZE, _DESCRIPTORS_MAX)
-            if not birth:
+            request, descriptors, _, _ = socket.recv_fds(agent, _REQUEST_SIZE, _DESCRIPTORS_MAX)
+            if not request:
                 break
-            agent.send(str(_forked_twice(birth, descriptors)).encode())
+            agent.send(str(_fork_orphan(request, descriptors)).encode())
             for descriptor in descriptors:
                 os.close(descriptor)
     finally:
         os._exit(0)
 
 
-def _forked_twice(birth: bytes, descriptors: Sequence[int]) -> int:
-    """The number of a new process that is an orphan; a negative one is that of an error."""
+def _fork_orphan(request: bytes, descriptors: Sequence[int]) -> int:
+    """The number of a new process that is an orphan; a negative one is that of an error.
+
+    0 if the process between the two was killed.
+    """
     told, telling = os.pipe()
     try:
         between = os.fork()
         if between == 0:
-            try:
-                pid = os.fork()
-            except OSError as problem:
-                pid = -(problem.errno or 1)
-            if pid == 0:
-                _become(msgspec.json.decode(birth, type=Birth), descriptors)
-            os.write(telling, str(pid).encode())
-            os._exit(0)
+            _fork_and_end(request, descriptors, telling)
+        os.close(telling)
         os.waitpid(between, 0)
-        return int(os.read(told, 32))
+        return int(os.read(told, 32) or 0)
     except OSError as problem:
         return -(problem.errno or 1)
     finally:
         os.close(told)
-        os.close(telling)
 
 
-def _become(birth: Birth, descriptors: Sequence[int]) -> None:
+def _fork_and_end(request: bytes, descriptors: Sequence[int], telling: int) -> None:
+    """ForkRequest a process that tells its number, and end before it does; does not return."""
+    try:
+        if os.fork() == 0:
+            # First: the agent may end its group as soon as it has the number.
+            os.setsid()
+            os.write(telling, str(os.getpid()).encode())
+            _run(request, descriptors)
+    except OSError as problem:
+        os.write(telling, str(-(problem.errno or 1)).encode())
+    os._exit(0)
+
+
+def _run(message: bytes, descriptors: Sequence[int]) -> None:
     """Be the process that is wanted; does not return."""
     try:
-        os.setsid()
-        _renumber(descriptors, birth.numbers)
-        _close_but(*birth.numbers)
-        kernel.show_as(birth.module)
-        for name in os.environ.keys() - birth.environment.keys():
+        request = msgspec.json.decode(message, type=ForkRequest)
+        _renumber(descriptors, request.numbers)
+        _close_but(*request.numbers)
+        kernel.show_as(request.module)
+        for name in os.environ.keys() - request.environment.keys():
             del os.environ[name]
-        os.environ.update(birth.environment)
-        os.chdir(birth.working_directory)
-        program = sys.modules[birth.module]
+        os.environ.update(request.environment)
+        os.chdir(request.working_directory)
+        program = sys.modules[request.module]
         sys.modules["__main__"] = program
         sys.argv[:] = [str(program.__file__)]
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
