@@ -158,6 +158,16 @@ def test_a_job_that_is_cancelled_from_outside_is_not_submitted_again(
         assert jobs() == []
 
 
+def test_a_job_gives_back_the_nodes_that_leave() -> None:
+    with sky.Compute(slurm_testbed.provider(), nodes=2, options=QUIET) as pool:
+        (job,) = map(_number, jobs())
+        pool.resize(1)
+
+        shown = ("squeue", "-h", "-j", job, "-o", "%D")
+        wait_until(lambda: says(*shown) == "1", 30, "one job with one node")
+        assert [*map(_number, jobs())] == [job]
+
+
 @pytest.fixture
 def blocked() -> Iterator[str]:
     """All nodes belong to somebody else's job, whose number this is."""
