@@ -50,12 +50,12 @@ demo: setup  ## train a model on a worker and evaluate it here
 # Before any test waits for it; where there is no compiler, the tests of the device say so and skip.
 COMPILE := $(BIN)/python -m skyward.device.build >/dev/null || true
 
-# Of the tests. Those of `make test-all` have another one each time.
-ORDER := 22
+# Of the tests; else each commit has its own, and `make test-all` another each time.
+ORDER ?=
 
 test: setup  ## run the tests
 	@$(COMPILE)
-	@$(BIN)/python tests/run.py --order $(ORDER)
+	@$(BIN)/python tests/run.py $(if $(ORDER),--order $(ORDER))
 
 test-all: setup  ## run the tests in full: all dtypes of op_db, whole examples, what takes long, the newest torch
 	@$(COMPILE)

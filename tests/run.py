@@ -5,8 +5,8 @@ longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jo
 hosts wait for those more than they compute, so further processes begin with them, and then help the
 others. Nothing is run again because it failed: a test that fails at times has or shows a defect.
 
-Every run has another order, which it prints: `--order 1234` repeats it. The order says which files
-share a process, and shuffles files, classes and tests within it.
+Every commit has another order, and every run with `--all`: `--order 1234` repeats one, which a run
+prints. The order says which files share a process, and shuffles files, classes and tests within it.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ ORDER = (("instances", "containers"), ("hosts",), ("pods", "jobs"))
 """The lanes of each further process, one after the other; instances and containers share Podman."""
 TOGETHER = ("pods", "jobs", "instances")
 """What takes so long to start that one process runs all files that need it."""
+ORDERS = 10_000
 DTYPES = ("int64", "bool", "complex64", "bfloat16")
 
 
@@ -416,6 +417,17 @@ def on_newest_torch() -> bool:
     return found.returncode == 0
 
 
+def order_of_commit() -> int:
+    """The order of this commit, so that CI's is the one that its author has tried."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
+    try:
+        said = subprocess.run(git, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        # No checkout.
+        return random.randrange(ORDERS)
+    return int(said, 16) % ORDERS
+
+
 def new_folder() -> Path:
     """A folder for the logs and reports of this run; those of earlier runs stay for a day."""
     for left in REPORTS.glob("*/"):
@@ -452,7 +464,9 @@ def main() -> int:
     if told.all:
         os.environ["SKYWARD_TEST_ALL"] = "1"
     files = list(test_files(told.paths))
-    order = random.randrange(10_000) if told.order is None else told.order
+    order = told.order
+    if order is None:
+        order = random.randrange(ORDERS) if told.all else order_of_commit()
     os.environ["SKYWARD_TEST_ORDER"] = str(order)
     batches = batches_of(files, order)
     suite = Suite(batches, told.pytest, new_folder())

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -114,7 +115,7 @@ class TestIt:
 """
 
 
-def test_every_run_has_another_order_that_can_be_given_again(
+def test_every_commit_has_another_order_that_can_be_given_again(
     run: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -125,7 +126,12 @@ def test_every_run_has_another_order_that_can_be_given_again(
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path / "tests")
     notes = tmp_path / "notes"
     seen: list[str] = []
-    for _ in range(2):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for day in range(1, 3):
+        dates = {f"GIT_{who}_DATE": f"2026-01-0{day}T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
+        commit = [*git, "commit", "-q", "--allow-empty", "-m", "one"]
+        subprocess.run(commit, env={**os.environ, **dates}, check=True)
         assert run.main() == 0
         (order,) = re.findall(r"--order (\d+)", capsys.readouterr().out)
         seen.append(notes.read_text())
