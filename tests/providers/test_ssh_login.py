@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 
 import skyward as sky
+from skyward.nodes import host
 from skyward.nodes.records import Journal
 from skyward.providers import Order
 from skyward.testing import plain_request
 
+from ..conftest import PATIENCE
 from .ssh_hosts import Sshd, another, created, refusal
 
 pytestmark = pytest.mark.usefixtures("carrier")
@@ -97,9 +99,11 @@ def test_an_authority_vouches_for_a_host(sshd: Sshd, tmp_path: Path) -> None:
 
 
 def test_a_login_that_was_refused_leaves_nothing_on_record(
-    sshd: Sshd, tmp_path: Path, state: Journal
+    sshd: Sshd, tmp_path: Path, state: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing was made; `sky down` could not log in, either."""
+    # Of a login that is cut short, since the other one was refused, nobody knows what it has made.
+    monkeypatch.setattr(host, "SETTLE_SECONDS", PATIENCE)
     key = tmp_path / "stranger"
     make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
     subprocess.run(make, check=True)

@@ -9,11 +9,13 @@ import gc
 import importlib
 import importlib.metadata
 import io
+import linecache
 import os
 import shutil
 import sys
 import sysconfig
 import traceback
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -65,16 +67,22 @@ def world(programs: int) -> World:
     return _world
 
 
-def _compile_once() -> None:
-    """Do once what is the same in every program: its dataclasses, the plugins that there are."""
+def _do_once() -> None:
+    """Do once what is the same in every program, such as to compile its dataclasses."""
     compiled = functools.cache(functools.partial(compile, filename="<string>", mode="exec"))
 
     def execute(text: str, *scopes: Any) -> None:
         exec(compiled(text), *scopes)
 
     dataclasses.__dict__["exec"] = execute
+    typing.__dict__["compile"] = functools.cache(compile)
     found: Any = importlib.metadata
     found.entry_points = functools.cache(found.entry_points)
+    found.version = functools.cache(found.version)
+    # Tracebacks show lines of these.
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith(("skyward.", "tests.simulation.")) and module.__file__:
+            linecache.getlines(module.__file__)
 
 
 class Shown(File):
@@ -108,7 +116,7 @@ class World:
         sysconfig.get_config_vars()
         self.machinery = Machinery()
         self.kernel = self.machinery.kernel
-        _compile_once()
+        _do_once()
         gc.disable()
         self.programs = [self._load() for _ in range(programs)]
         self.kernel.share()
