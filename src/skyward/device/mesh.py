@@ -56,10 +56,19 @@ class Mesh(DeviceMesh):
         size = math.prod(sizes.values())
         ranks = torch.arange(size, dtype=torch.int).view(*sizes.values())
         super().__init__("sky", ranks, mesh_dim_names=tuple(sizes), _init_backend=False, _rank=0)
+        self._be_of(self)
         self._add_group(world, list(range(size)))
         names: Any = self.make_groups(self._layout, self._mesh_dim_names)
         self._dim_group_names = names
         _open[index] = self
+
+    def _be_of(self, root: Mesh) -> None:
+        """Be no other mesh's equal: PyTorch compares their shapes, and remembers results by it."""
+        # Of what it compares and hashes, this is free: it tells apart threads that play ranks.
+        self._thread_id: Any = root._prefix
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("'sky'", f"'{self.device}'")
 
     # The ranks.
 

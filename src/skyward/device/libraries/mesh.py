@@ -148,11 +148,13 @@ def _device_mesh(module: ModuleType) -> None:
     def init(original: Callable[..., None]) -> Callable[..., None]:
         def of_a_slice(self: Any, *args: Any, **kwargs: Any) -> None:
             root = kwargs.get("_root_mesh")
-            if not isinstance(root, mesh.Mesh):
-                return original(self, *args, **kwargs)
-            self.__class__ = mesh.Mesh
-            self.device = root.device
-            return original(self, *args, **{**kwargs, "_rank": 0})
+            if isinstance(root, mesh.Mesh):
+                self.__class__ = mesh.Mesh
+                self.device = root.device
+                kwargs["_rank"] = 0
+            original(self, *args, **kwargs)
+            if isinstance(root, mesh.Mesh):
+                self._be_of(root)
 
         return of_a_slice
 
