@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import skyward as sky
@@ -52,3 +53,28 @@ def test_operands_of_two_meshes_are_an_error_that_names_both(twins: Any) -> None
     one, other = (mesh.device for mesh in twins)
     with pytest.raises(RuntimeError, match=f"{one}.*{other}"):
         x + y
+
+
+# The places of the ranks.
+
+
+def test_the_number_of_a_rank_may_be_written_to(mesh: Any) -> None:
+    for place in (mesh.get_rank(), mesh.get_local_rank("dp"), *mesh.get_coordinate()):
+        place += 1
+    assert mesh.each(mesh.get_rank()) == [0, 1, 2, 3]
+    assert mesh.each(mesh.split(torch.arange(2))) == [0, 0, 1, 1]
+
+
+def test_a_place_is_first_asked_for_in_any_mode(mesh: Any) -> None:
+    def group(name: str) -> Any:
+        return mesh["dp", "tp"]._flatten(name).get_group()
+
+    inferred, traced = group("inferred"), group("traced")
+    with torch.inference_mode():
+        inferred.rank()
+    assert not inferred.rank().is_inference()
+    with FakeTensorMode():
+        assert isinstance(traced.rank(), FakeTensor)
+    assert mesh.each(traced.rank()) == [0, 1, 2, 3]
+    with FakeTensorMode():
+        assert isinstance(traced.rank(), FakeTensor)

@@ -135,7 +135,8 @@ class Mesh(DeviceMesh):
         return tuple(self.get_local_rank(dim) for dim in range(self.ndim))
 
     def _sym_get_coordinate(self, index: int) -> Any:
-        return self.get_local_rank(index)
+        group: Any = self.get_group(index)
+        return group.place
 
     def __enter__(self) -> Mesh:
         torch.sky.set_device(self.root.device)  # type: ignore[attr-defined]

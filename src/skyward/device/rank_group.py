@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 from torch.distributed.distributed_c10d import ReduceOp
 
 from skyward.errors import ConfigurationError
@@ -86,16 +87,25 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
             self._is_one = False
 
     def rank(self) -> Any:
-        """The place of each rank in its group, as a tensor."""
-        if self._is_one:
-            return 0
-        if self._place is None:
+        """The place of each rank in its group, as a tensor that the caller may write to."""
+        return 0 if self._is_one else self.place.clone()
+
+    @property
+    def place(self) -> torch.Tensor:
+        """The place of each rank in its group: to be read alone, for all have this tensor."""
+        if self._place is not None and detect_fake_mode() is None:
+            return self._place
+        # Other code than this one's will use it, with gradients too.
+        with torch.inference_mode(False):
             # A collective that gives each rank another part of the same row.
             row = torch.arange(self._size, device=self.device)
             ops = torch.ops._c10d_functional
-            place = ops.reduce_scatter_tensor(row, "max", self._size, self.name)
-            self._place = ops.wait_tensor(place).squeeze(0)
-        return self._place
+            part = ops.reduce_scatter_tensor(row, "max", self._size, self.name)
+            place: torch.Tensor = ops.wait_tensor(part).squeeze(0)
+        # What is traced has no values.
+        if detect_fake_mode() is None:
+            self._place = place
+        return place
 
     def __repr__(self) -> str:
         return f"<RankGroup {self.name} of {self._size}>"
@@ -213,7 +223,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
             self._check_one_per_rank(parts)
             rows = self._there(torch.stack(list(parts)))
             self.broadcast([rows], opts).wait()
-            pairs.append((choose(rows, self.rank()), output))
+            pairs.append((choose(rows, self.place), output))
         return Collective(pairs, is_done=True)
 
     def all_to_all_single(

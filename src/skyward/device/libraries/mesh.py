@@ -133,7 +133,7 @@ def _functional_collectives(module: Any) -> None:
                 )
             sources = [src_dst.index(rank) for rank in range(ranks.size())]
             rows = module.all_gather_single(self.unsqueeze(0), 0, ranks)
-            source = choose(rows.new_tensor(sources, dtype=torch.int64), ranks.rank())
+            source = choose(rows.new_tensor(sources, dtype=torch.int64), ranks.place)
             return choose(rows, source)
 
         return on_each_rank
