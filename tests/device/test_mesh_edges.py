@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import skyward as sky
+from skyward.errors import ConfigurationError, SerializationError
+from skyward.nodes.fleet import Fleet
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +80,67 @@ def test_a_place_is_first_asked_for_in_any_mode(mesh: Any) -> None:
     assert mesh.each(traced.rank()) == [0, 1, 2, 3]
     with FakeTensorMode():
         assert isinstance(traced.rank(), FakeTensor)
+
+
+# Functions.
+
+
+@sky.function
+def doubled(x: torch.Tensor, *others: torch.Tensor) -> list[Any]:
+    x *= 2
+    return [str(x.device), *(each.tolist() for each in (x, *others))]
+
+
+def test_a_function_gets_the_tensor_of_its_own_rank_and_writes_to_it(
+    mesh: Any, four_nodes: sky.Compute
+) -> None:
+    x = mesh.get_rank() + torch.ones(2, device=mesh.device)
+    assert doubled(x) @ four_nodes == [["cpu", [2.0 * n] * 2] for n in (1, 2, 3, 4)]
+    assert [each.tolist() for each in mesh.each(x)] == [[2.0 * n] * 2 for n in (1, 2, 3, 4)]
+
+
+def test_a_function_gets_the_part_of_a_dtensor_that_its_rank_has(
+    mesh: Any, four_nodes: sky.Compute
+) -> None:
+    x = distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)])
+    found = doubled(x.to_local()) @ four_nodes
+    assert found == [["cpu", [0.0, 2.0]], ["cpu", [4.0, 6.0]]] * 2
+    assert x.full_tensor().tolist() == [0.0, 2.0, 4.0, 6.0]
+    with pytest.raises(SerializationError, match=r"f\(x\.to_local\(\)\) @ compute"):
+        doubled(x) @ four_nodes
+
+
+@pytest.mark.filterwarnings("ignore:copies between sky")
+def test_a_function_gets_what_is_on_other_devices_beside_the_tensors_of_its_rank(
+    mesh: Any, four_nodes: sky.Compute
+) -> None:
+    elsewhere = torch.ones(2, device=four_nodes.device("cpu", node=1))
+    found = doubled(mesh.get_rank(), elsewhere, torch.zeros(1)) @ four_nodes
+    assert found == [["cpu", 2 * rank, [1.0, 1.0], [0.0]] for rank in range(4)]
+
+
+def test_a_function_needs_as_many_ranks_as_workers(
+    mesh: Any, twins: Any, four_nodes: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = (torch.ones(2, device=each.device) for each in (mesh, twins[0]))
+    fewer = r"2 ranks on nodes \[0, 1\], and the function runs on 4 workers of nodes \[0, 1, 2, 3\]"
+    with pytest.raises(ConfigurationError, match=fewer):
+        doubled(y) @ four_nodes
+    # As where a node has several GPUs and one worker.
+    monkeypatch.setattr(Fleet, "workers", lambda self: [(0, 0), (1, 0)])
+    more = r"4 ranks on nodes \[0, 1, 2, 3\], and the function runs on 2 workers of nodes \[0, 1\]"
+    with pytest.raises(ConfigurationError, match=more):
+        doubled(x) @ four_nodes
+    assert x.tolist() == y.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore:copies between sky")
+def test_a_mesh_is_no_device_of_its_first_node(mesh: Any, four_nodes: sky.Compute) -> None:
+    elsewhere = torch.ones(2, device=four_nodes.device("cpu", node=1))
+    assert four_nodes.run(doubled(elsewhere), on=0) == ["cpu", [2.0, 2.0]]
+    assert doubled(elsewhere) @ four_nodes == [["cpu", [2.0, 2.0]]] * 4
+
+
+def test_a_node_with_any_rank_has_an_open_device(mesh: Any, four_nodes: sky.Compute) -> None:
+    fleet = four_nodes._open_fleet
+    assert all(fleet.has_devices(node) for node in fleet.nodes)

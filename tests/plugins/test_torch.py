@@ -108,6 +108,21 @@ def test_ddp_gradients_equal_one_process_with_the_joint_batch(compute: sky.Compu
             assert torch.allclose(ours, alone.grad, atol=1e-6, rtol=0)
 
 
+def test_the_group_has_the_order_of_a_meshs_ranks(compute: sky.Compute) -> None:
+    @sky.function
+    def ranks(own: torch.Tensor) -> tuple[int, int, float]:
+        import torch.distributed as dist
+
+        rank = int(own)
+        dist.all_reduce(own)
+        return rank, dist.get_rank(), own.item()
+
+    mesh: Any = compute.mesh("cpu", dp=2)
+    own = mesh.get_rank()
+    assert ranks(own) @ compute == [(0, 0, 1.0), (1, 1, 1.0)]
+    assert own.item() == 1
+
+
 def test_the_distributed_sampler_works_unchanged(compute: sky.Compute) -> None:
     @sky.function
     def seen() -> list[int]:

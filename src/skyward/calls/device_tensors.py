@@ -23,11 +23,13 @@ class CallDevices(Protocol):
     def holder(self, index: int) -> Holder | None:
         """Who holds a device; None if it is not one of the pool's."""
 
-    def rank_of(self, index: int, node: int, worker: int) -> int | None:
-        """The rank that a worker has in a mesh; None if the device is no mesh."""
+    def ranks_of(
+        self, index: int, workers: Sequence[tuple[int, int]]
+    ) -> Mapping[tuple[int, int], int] | None:
+        """The rank that each worker has in a mesh; None if the device is no mesh."""
 
     def open_on(self, node: int) -> list[int]:
-        """The indices of the open devices of a node."""
+        """The indices of the open devices of a node, without meshes."""
 
     def for_result(self, wanted: str | torch.device, node: int, worker: int) -> torch.device:
         """The device that the results of a worker stay on."""
@@ -91,13 +93,16 @@ class DeviceTensors:
 class BroadcastTensors:
     """The sky tensors among the arguments of a broadcast: copies for every worker.
 
-    The first call that is encoded has the copies for all workers begin: what goes to several nodes
-    is then passed on from one to the next.
+    Of tensors of a mesh, each worker has its own already, those of its rank. The first call that
+    is encoded has the copies for all workers begin: what goes to several nodes is then passed on
+    from one to the next.
     """
 
     def __init__(self, devices: CallDevices, workers: Sequence[tuple[int, int]]) -> None:
         self._devices, self._workers = devices, workers
+        self._has_begun = False
         self._copies: dict[tuple[int, int], list[torch.UntypedStorage | None]] = {}
+        self._meshes: dict[int, Mapping[tuple[int, int], int]] = {}
 
     def waits_for(self, worker: tuple[int, int]) -> bool:
         """Whether copies were made for this worker that no call refers to yet."""
@@ -109,41 +114,38 @@ class BroadcastTensors:
         def described(
             storages: list[torch.UntypedStorage],
         ) -> list[tuple[bytes, torch.UntypedStorage]] | None:
-            if self._workers:
-                for each in self._workers:
-                    self._copy(each, storages)
-                self._workers = ()
+            if not self._has_begun:
+                self._begin(storages)
             copies = self._copies.pop(worker, None)
             if copies is None:
                 return None
-            ranks = {
-                index: rank
-                for index in {each.device.index for each in copies if each is not None}
-                if (rank := self._devices.rank_of(index, *worker)) is not None
-            }
-            return _described(copies, ranks)
+            return _described(copies, {at: ranks[worker] for at, ranks in self._meshes.items()})
 
         return described
 
+    def _begin(self, storages: list[torch.UntypedStorage]) -> None:
+        self._has_begun = True
+        for index in {storage.device.index for storage in storages}:
+            ranks = self._devices.ranks_of(index, self._workers)
+            if ranks is not None:
+                self._meshes[index] = ranks
+        for each in self._workers:
+            self._copy(each, storages)
+
     def _copy(self, worker: tuple[int, int], storages: list[torch.UntypedStorage]) -> None:
         node, number = worker
-        meshes = {
-            storage.device.index
-            for storage in storages
-            if self._devices.rank_of(storage.device.index, node, number) is not None
-        }
-        if all(storage.device.index in meshes for storage in storages):
-            # Each worker has its own already.
-            self._copies[worker] = list(storages)
-            return
         reached = [(node, None), (node, number)]
         devices = [
             index for index in self._devices.open_on(node) if self._devices.holder(index) in reached
         ]
+        # A copy on a mesh is on the worker's rank, too.
+        devices += sorted(self._meshes)
         if not devices:
             return
         self._copies[worker] = [
-            _moved(storage, own if (own := storage.device.index) in devices else devices[0])
+            storage
+            if (own := storage.device.index) in self._meshes
+            else _moved(storage, own if own in devices else devices[0])
             for storage in storages
         ]
 

@@ -150,7 +150,8 @@ class Mesh(DeviceMesh):
             "a mesh cannot be pickled, nor a tensor that is sharded over it: save it with "
             "torch.distributed.checkpoint.save or in a sky.ModelStore, or torch.save "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
-            "cpu_offload=True)) of torch.distributed.checkpoint.state_dict"
+            "cpu_offload=True)) of torch.distributed.checkpoint.state_dict; f(x.to_local()) @ "
+            "compute gives a function the part of each rank"
         )
 
     # Data and models.

@@ -200,19 +200,23 @@ class PoolDevices:
         alone = self._spec.worker.per_node == "accelerator" and gpus
         return node, gpus[0] if alone else None
 
-    def rank_of(self, index: int, node: int, worker: int) -> int | None:
-        """The rank that a worker has in a mesh; None if the device is no mesh of this pool."""
+    def ranks_of(
+        self, index: int, workers: Sequence[tuple[int, int]]
+    ) -> dict[tuple[int, int], int] | None:
+        """The rank that each worker has in a mesh; None if the device is no mesh of this pool."""
         first = next((n for n, (_, _, each) in self._open.items() if each.index == index), None)
         nodes = [at for of, at, _ in list(self._ranks.values()) if of == first]
         if not nodes:
             return None
-        own = [rank for rank, at in enumerate(nodes) if at == node]
-        if worker >= len(own):
+        ranks = {(node, nodes[:rank].count(node)): rank for rank, node in enumerate(nodes)}
+        if set(ranks) != set(workers):
             raise ConfigurationError(
-                f"the mesh sky:{index} has no rank for worker {worker} of node {node}, and the "
-                "function runs on every worker; make the mesh of as many ranks as there are workers"
+                f"the mesh sky:{index} has {len(ranks)} ranks on nodes {sorted(set(nodes))}, and "
+                f"the function runs on {len(workers)} workers of nodes "
+                f"{sorted({node for node, _ in workers})}, each of which gets the tensors of one "
+                "rank; make the mesh of as many ranks as there are workers"
             )
-        return own[worker]
+        return ranks
 
     def home(self, index: int) -> tuple[int, str] | None:
         """The node and the kind of a sky device of this pool; None if it has no such device."""
@@ -242,8 +246,12 @@ class PoolDevices:
         return next((device.pid for device in devices if device.index == index), 0)
 
     def open_on(self, node: int) -> list[int]:
-        """The indices of the open devices of that node."""
-        return [device.index for at, _, device in list(self._open.values()) if at == node]
+        """The indices of the open devices of that node, without meshes."""
+        return [
+            device.index
+            for number, (at, _, device) in list(self._open.items())
+            if at == node and number not in self._ranks
+        ]
 
     def all_open(self) -> list[tuple[int, int, str]]:
         """The node, index and kind of every open device."""
@@ -253,8 +261,9 @@ class PoolDevices:
         ]
 
     def has_open(self, node: int) -> bool:
-        """Whether a device of that node is open."""
-        return any(at == node for at, _, _ in list(self._open.values()))
+        """Whether a device of that node is open, or a rank of a mesh is on it."""
+        there = [at for at, _, _ in list(self._open.values())]
+        return node in there or any(at == node for _, at, _ in list(self._ranks.values()))
 
     def _find(self, node: int, kind: str, *, asked: str = "") -> int | None:
         for at, kinds, device in list(self._open.values()):
