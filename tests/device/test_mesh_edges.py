@@ -144,3 +144,33 @@ def test_a_mesh_is_no_device_of_its_first_node(mesh: Any, four_nodes: sky.Comput
 def test_a_node_with_any_rank_has_an_open_device(mesh: Any, four_nodes: sky.Compute) -> None:
     fleet = four_nodes._open_fleet
     assert all(fleet.has_devices(node) for node in fleet.nodes)
+
+
+# Which devices it is of.
+
+
+def _kinds(compute: sky.Compute, size: int, kind: str) -> list[str]:
+    return [kind for _, kind in compute._open_fleet.devices._places(size, kind)]
+
+
+def test_a_mesh_of_gpus_is_none_of_processors(
+    four_nodes: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = 'takes 2 ranks, and the pool has 0 with GPUs: 0 of its 4 nodes have one.*mesh."cpu"'
+    with pytest.raises(ConfigurationError, match=said):
+        four_nodes.mesh("cuda", dp=2)
+    monkeypatch.setenv("SKYWARD_DEVICE", "cpu")
+    with pytest.raises(ConfigurationError, match="takes 9 ranks, and the pool has 4 on 4 nodes"):
+        four_nodes.mesh("cuda", dp=9)
+
+
+def test_all_ranks_of_a_mesh_are_on_gpus_or_on_processors(
+    four_nodes: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _kinds(four_nodes, 4, "auto") == ["cpu"] * 4
+    for node in four_nodes._open_fleet.nodes[2:]:
+        monkeypatch.setattr(node.host, "accelerators", 2)
+    assert _kinds(four_nodes, 4, "auto") == ["cuda:0", "cuda:1"] * 2
+    assert _kinds(four_nodes, 4, "cpu") == ["cpu"] * 4
+    with pytest.raises(ConfigurationError, match="has 4 with GPUs: 2 of its 4 nodes have one"):
+        _kinds(four_nodes, 6, "auto")

@@ -393,23 +393,30 @@ class PoolDevices:
             return device.index, world
 
     def _places(self, size: int, kind: str) -> list[tuple[int, str]]:
-        """The node and the kind of each rank of a mesh."""
+        """The node and the kind of each rank of a mesh: all on GPUs, or all on CPUs."""
+        nodes = [node for node in self._roster.nodes if node.serves]
+        if kind == "auto":
+            kind = "cuda" if any(node.host.accelerators for node in nodes) else "cpu"
         places: list[tuple[int, str]] = []
-        for node in self._roster.nodes:
-            if not node.serves:
-                continue
-            gpus = 0 if kind == "cpu" else node.host.accelerators
-            per_node = self._spec.worker.per_node
+        for node in nodes:
+            gpus, per_node = node.host.accelerators, self._spec.worker.per_node
             workers = per_node if isinstance(per_node, int) else gpus
-            places += [
-                (node.index, f"cuda:{rank % gpus}" if gpus else "cpu")
-                for rank in range(max(gpus, workers))
-            ]
+            if kind == "cpu":
+                places += [(node.index, kind)] * workers
+            elif gpus:
+                ranks = range(max(gpus, workers))
+                places += [(node.index, f"cuda:{rank % gpus}") for rank in ranks]
         if size > len(places):
+            takes = f"mesh: it takes {size} ranks, and the pool has {len(places)}"
+            if kind == "cpu":
+                raise ConfigurationError(
+                    f"{takes} on {len(self._roster.nodes)} nodes; give more nodes, or more workers "
+                    "on each: worker=sky.Worker(per_node=4)"
+                )
+            with_gpus = len({node for node, _ in places})
             raise ConfigurationError(
-                f"mesh: it takes {size} ranks, and the pool has {len(places)} on "
-                f"{len(self._roster.nodes)} nodes; give more nodes, or more workers on each: "
-                "worker=sky.Worker(per_node=4)"
+                f"{takes} with GPUs: {with_gpus} of its {len(self._roster.nodes)} nodes have one; "
+                'give more nodes with GPUs, or compute.mesh("cpu", ...) for a rank per worker'
             )
         return places[:size]
 
