@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import skyward as sky
@@ -174,3 +177,50 @@ def test_all_ranks_of_a_mesh_are_on_gpus_or_on_processors(
     assert _kinds(four_nodes, 4, "cpu") == ["cpu"] * 4
     with pytest.raises(ConfigurationError, match="has 4 with GPUs: 2 of its 4 nodes have one"):
         _kinds(four_nodes, 6, "auto")
+
+
+# Parameters that fully_shard has padded.
+
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "max": lambda x: x.max(),
+    "min": lambda x: (-x).min(),
+    "amax": lambda x: x.amax(0),
+    "sum": lambda x: x.exp().sum(),
+    "sum of columns": lambda x: (x + 1).sum(0),
+    "sum of rows": lambda x: x.exp().sum(1),
+    "mean": lambda x: (x + 1).mean(),
+    "count": lambda x: (x == 0).sum(),
+    "nonzero": lambda x: torch.count_nonzero(x == 0),
+    "any": lambda x: (x == 0).any(),
+    "all": lambda x: (x != 0).all(),
+    "product": lambda x: (x / 20).prod(),
+    "norm": lambda x: x.norm(),
+    "norm of order 0": lambda x: torch.linalg.vector_norm(x + 1, 0),
+    "least norm": lambda x: torch.linalg.vector_norm(x, float("-inf")),
+    "matrix product": lambda x: x.div(50).exp().T @ x.div(50).exp(),
+    "logsumexp": lambda x: x.logsumexp(0),
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_reduction_is_that_of_the_parameter_without_its_padding(
+    mesh: Any, reduction: str
+) -> None:
+    whole = torch.arange(30.0).view(5, 6) - 50
+    model: Any = nn.Linear(6, 5)
+    model.weight = nn.Parameter(whole.clone())
+    weight = fully_shard(model, mesh=mesh["dp"]).weight.detach()
+    assert weight.to_local().shape == (3, 6)
+    found = REDUCTIONS[reduction](weight).full_tensor().cpu()
+    torch.testing.assert_close(found, REDUCTIONS[reduction](whole))
+
+
+def test_the_norm_of_parameters_that_were_filled_leaves_out_their_padding(mesh: Any) -> None:
+    model: Any = fully_shard(nn.Linear(6, 5, device="meta"), mesh=mesh["dp"])
+    model.to_empty(device=mesh.device)
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    model(torch.ones(2, 6, device=mesh.device)).sum().backward()
+    norms = [each.norm().full_tensor().item() ** 2 for each in model.parameters()]
+    assert norms == pytest.approx([30, 5])
+    assert [rows.sum() for rows in mesh.each(model.bias)] == [3, 3, 2, 2]

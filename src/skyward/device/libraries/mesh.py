@@ -313,6 +313,54 @@ def _schemas(module: Any) -> None:
     wrap(module, "_rebuild_tensor_from_dtensor_meta", rebuild)
 
 
+def _shardable(module: Any) -> None:
+    from skyward.device.mesh import Mesh
+
+    def even(original: Callable[..., bool]) -> Callable[..., bool]:
+        def without_padding(shape: Any, spec: Any, *args: Any, **kwargs: Any) -> bool:
+            # Products and sums would see the padding. What is computed element by element does
+            # not ask.
+            is_even = not isinstance(spec.mesh, Mesh) or module.is_tensor_evenly_shardable(
+                shape, spec
+            )
+            return is_even and original(shape, spec, *args, **kwargs)
+
+        return without_padding
+
+    wrap(module, "is_tensor_shardable", even)
+
+
+def _reductions(module: Any) -> None:
+    from skyward.device.mesh import Mesh
+
+    def padded(strategy: Any, dims: Any) -> bool:
+        specs = [each.output_spec for each in strategy.strategies]
+        return isinstance(strategy.mesh, Mesh) and not all(
+            module.is_tensor_evenly_shardable_on_dim(spec.shape, spec, dim)
+            for spec in specs
+            for dim in dims
+        )
+
+    def reduction(original: Callable[..., Any]) -> Callable[..., Any]:
+        def without_padding(
+            input_strategy: Any,
+            reduce_dims: Any,
+            keep_dim: bool = False,
+            reduction_linear: bool = True,
+            reduction_op: Any = "sum",
+        ) -> Any:
+            # The padding of gradients is zero, and adds nothing to their norm.
+            is_norm = isinstance(reduction_op, module.NormReduction) and reduction_op.norm_type > 0
+            if not is_norm and padded(input_strategy, reduce_dims):
+                # The whole tensor has none.
+                reduction_linear = False
+            return original(input_strategy, reduce_dims, keep_dim, reduction_linear, reduction_op)
+
+        return without_padding
+
+    wrap(module, "common_reduction_strategy", reduction)
+
+
 def _random(module: Any) -> None:
     from skyward.device import sharded
     from skyward.device.mesh import Mesh
@@ -378,14 +426,29 @@ def _sharded_parameters(module: Any) -> None:
 
         return on_the_mesh
 
+    def reset(original: Callable[..., None]) -> Callable[..., None]:
+        @torch.no_grad()
+        def with_zeros(self: Any) -> None:
+            original(self)
+            info, dim = self.mesh_info, self.fsdp_placement.dim
+            place, local = getattr(info, "shard_mesh_rank", None), self.sharded_param._local_tensor
+            whole, own = self._orig_size[dim], local.size(dim)
+            if not _is_place(place) or local.is_meta or own * info.shard_mesh_size == whole:
+                return
+            rows = torch.arange(own, device=local.device) + place * own
+            local.masked_fill_((rows >= whole).view(-1, *[1] * (local.dim() - 1)), 0)
+
+        return with_zeros
+
     wrap(module.FSDPParam, "_init_sharded_param", stays)
+    wrap(module.FSDPParam, "reset_sharded_param", reset)
 
     def chunks(original: Callable[..., Any]) -> Callable[..., Any]:
         class Chunks(list[Any]):
             """Parts of a tensor, of which each rank finds its own by its place.
 
             They are padded with zeros to one length, as FSDP's own are for its collectives. The
-            padding stays zero: its gradients are.
+            padding stays zero in training: its gradients are.
             """
 
             def __getitem__(self, key: Any) -> Any:
@@ -446,6 +509,8 @@ PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "torch.distributed.tensor._utils": _offsets,
     "torch.distributed.tensor.placement_types": _placements,
     "torch.distributed.tensor._op_schema": _schemas,
+    "torch.distributed.tensor._ops.utils": _shardable,
+    "torch.distributed.tensor._ops._math_ops": _reductions,
     "torch.distributed.tensor._random": _random,
     "torch.distributed.fsdp._fully_shard._fsdp_init": _sharding,
     "torch.distributed.fsdp._fully_shard._fsdp_param": _sharded_parameters,
