@@ -651,7 +651,7 @@ def test_replayed_steps_follow_what_fully_shard_is_told(mesh: Any) -> None:
     def trained(how: Callable[..., Any]) -> tuple[Any, list[list[Any]]]:
         torch.manual_seed(0)
         model: Any = _sharded(mesh["dp"])(Net())
-        # Gloo has no sum of what is divided first.
+        # The divisor is an argument of an operation then, and of none of a collective.
         model.set_force_sum_reduction_for_comms(True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import fully_shard
@@ -224,3 +225,38 @@ def test_the_norm_of_parameters_that_were_filled_leaves_out_their_padding(mesh: 
     norms = [each.norm().full_tensor().item() ** 2 for each in model.parameters()]
     assert norms == pytest.approx([30, 5])
     assert [rows.sum() for rows in mesh.each(model.bias)] == [3, 3, 2, 2]
+
+
+# Collectives.
+
+
+def test_a_loop_that_asks_whether_a_collective_is_over_ends(mesh: Any) -> None:
+    x = mesh.get_rank()
+    here = torch.ones(2)
+    for tensor, total in ((x, 6), (here, [4, 4])):
+        work = dist.all_reduce(tensor, group=mesh.world, async_op=True)
+        while not work.is_completed():
+            pass
+        assert tensor.tolist() == total
+
+
+def test_ranks_multiply_before_they_add_up(mesh: Any) -> None:
+    op = dist._make_nccl_premul_sum(0.5)
+    own = mesh.get_rank().float() * torch.ones(4, device=mesh.device)
+    part = torch.empty(1, device=mesh.device)
+    dist.reduce_scatter_tensor(part, own, op, group=mesh.world)
+    assert [each.tolist() for each in mesh.each(part)] == [[3.0]] * 4
+    assert [each[0] for each in mesh.each(own)] == [0, 1, 2, 3]
+    dist.all_reduce(own, op, group=mesh.world)
+    assert own.tolist() == [3.0] * 4
+
+
+def test_gradients_are_divided_by_the_factor_that_fully_shard_is_told(mesh: Any) -> None:
+    def gradient(factor: float | None) -> torch.Tensor:
+        model: Any = fully_shard(nn.Linear(2, 2).to(mesh.device), mesh=mesh["dp"])
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        model(torch.ones(4, 2, device=mesh.device)).sum().backward()
+        return model.bias.grad.full_tensor().cpu()  # type: ignore[no-any-return]
+
+    assert torch.equal(gradient(8.0) * 4, gradient(None))

@@ -113,10 +113,14 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     # Collectives. What is on the CPU is the same for all ranks, and goes there and back.
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Collective:
-        reduction = _reduction(opts)
-        return self._in_place(
-            tensors, lambda t: torch.ops._c10d_functional.all_reduce_(t, reduction, self.name)
-        )
+        reduction, factor = _reduction(opts)
+
+        def reduce(tensor: torch.Tensor) -> None:
+            if factor is not None:
+                tensor.mul_(factor)
+            torch.ops._c10d_functional.all_reduce_(tensor, reduction, self.name)
+
+        return self._in_place(tensors, reduce)
 
     allreduce_coalesced = allreduce
 
@@ -190,8 +194,10 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Collective:
+        reduction, factor = _reduction(opts)
+        there = self._there(input)
         reduced = torch.ops._c10d_functional.reduce_scatter_tensor(
-            self._there(input), _reduction(opts), self._size, self.name
+            there if factor is None else there * factor, reduction, self._size, self.name
         )
         return Collective([(reduced, output)])
 
@@ -278,17 +284,21 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         return tensor.detach().to(self.device).contiguous()
 
 
-def _reduction(opts: Any) -> str:
+def _reduction(opts: Any) -> tuple[str, Any]:
+    """The name of a reduction, and what each rank multiplies its tensor by before; or None."""
     if opts is None:
-        return "sum"
+        return "sum", None
     wanted = getattr(opts.reduceOp, "op", opts.reduceOp)
+    if wanted == ReduceOp.PREMUL_SUM:
+        _, factor = opts.reduceOp.__getstate__()
+        return "sum", factor
     found = next((name for each, name in _REDUCTIONS.items() if each == wanted), None)
     if found is None:
         raise ConfigurationError(
             f"the reduction {opts.reduceOp} is none of a mesh's; it has "
             f"{', '.join(_REDUCTIONS.values())}"
         )
-    return found
+    return found, None
 
 
 class Collective(_Work):  # type: ignore[misc]
@@ -324,7 +334,8 @@ class Collective(_Work):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        return self._over
+        # This program reads no result before it is there: to it, a collective is over at once.
+        return self.wait()
 
     def is_success(self) -> bool:
         return True
