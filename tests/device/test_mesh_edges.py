@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -260,3 +261,47 @@ def test_gradients_are_divided_by_the_factor_that_fully_shard_is_told(mesh: Any)
         return model.bias.grad.full_tensor().cpu()  # type: ignore[no-any-return]
 
     assert torch.equal(gradient(8.0) * 4, gradient(None))
+
+
+def test_objects_are_those_of_the_program(mesh: Any) -> None:
+    gathered, listed, sent = [None] * 4, [None] * 4, [1, "two"]
+    dist.all_gather_object(gathered, {"a": 1}, group=mesh.world)
+    dist.gather_object({"a": 1}, listed, group=mesh.world)
+    dist.gather_object({"a": 1}, dst=2, group=mesh.world)
+    dist.broadcast_object_list(sent, src=2, group=mesh.world)
+    assert gathered == listed == [{"a": 1}] * 4
+    assert sent == [1, "two"]
+    for give in (
+        lambda: dist.scatter_object_list([None], [1, 2, 3, 4], group=mesh.world),
+        lambda: dist.send_object_list([1], dst=1, group=mesh.world),
+        lambda: dist.recv_object_list([None], src=1, group=mesh.world),
+    ):
+        with pytest.raises(ConfigurationError, match="one program, which has all objects"):
+            give()
+
+
+# What a process per rank has.
+
+
+def test_what_a_mesh_has_no_default_of_says_what_to_give(mesh: Any) -> None:
+    x = torch.ones(2, device=mesh.device)
+    for use, what in (
+        (lambda: fully_shard(nn.Linear(2, 2).to(mesh.device)), "mesh"),
+        (lambda: dist.new_group([0, 1]), "group"),
+        (lambda: dist.new_subgroups(2), "group"),
+        (lambda: dist.all_reduce(x), "group"),
+        (dist.get_rank, "group"),
+        (lambda: torch.utils.data.DistributedSampler([1, 2]), "group"),
+    ):
+        said = rf"has no default {what}.*mesh=mesh\[.*group=mesh\.get_group\("
+        with pytest.raises((ConfigurationError, RuntimeError), match=said):
+            use()
+
+
+def test_a_device_mesh_of_sky_devices_is_made_by_a_pool(mesh: Any) -> None:
+    for make in (
+        lambda: init_device_mesh("sky", (4,)),
+        lambda: DeviceMesh("sky", [0, 1, 2, 3]),
+    ):
+        with pytest.raises(ConfigurationError, match=r"made by compute\.mesh\("):
+            make()

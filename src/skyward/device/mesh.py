@@ -38,6 +38,11 @@ def mesh_of(tensor: torch.Tensor) -> Mesh | None:
     return mesh_at(tensor.device)
 
 
+def any_open() -> bool:
+    """Whether there is a mesh."""
+    return any(mesh.is_open for mesh in _open.values())
+
+
 class Mesh(DeviceMesh):
     """The ranks of `compute.mesh()`, in rows and columns; a slice of one is one, too.
 

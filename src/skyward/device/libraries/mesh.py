@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -37,6 +38,19 @@ def _chosen(shards: list[Any], place: Any) -> Any:
         if shard.shape != shards[0].shape:
             _check_even(sum(each.shape[0] for each in shards), len(shards))
     return choose(torch.stack(list(shards)), place)
+
+
+def _check_no_mesh(what: str) -> None:
+    """Raise if a mesh is open, where PyTorch looks for what a process per rank has."""
+    from skyward.device.mesh import any_open
+
+    if any_open():
+        raise ConfigurationError(
+            f"a mesh of compute.mesh() has no {what}: this program is none of "
+            'its ranks; give mesh=mesh["dp"] or group=mesh.get_group("dp"), or mesh.world for the '
+            "group of all ranks, and name the dimensions that groups are for: "
+            "compute.mesh(dp=2, tp=2)"
+        )
 
 
 def _collectives(module: Any) -> None:
@@ -96,6 +110,48 @@ def _collectives(module: Any) -> None:
 
         return in_a_process_of_its_own
 
+    def same_here(original: Callable[..., Any]) -> Callable[..., Any]:
+        def in_one_program(object_list: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(group_of(original, (object_list, *args), kwargs), RankGroup):
+                original(object_list, *args, **kwargs)
+
+        return in_one_program
+
+    def gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
+        def of_one_program(
+            obj: Any, object_gather_list: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            group = group_of(original, (obj, object_gather_list, *args), kwargs)
+            if not isinstance(group, RankGroup):
+                original(obj, object_gather_list, *args, **kwargs)
+            elif object_gather_list is not None:
+                module.all_gather_object(object_gather_list, obj, group)
+
+        return of_one_program
+
+    def no_objects(original: Callable[..., Any]) -> Callable[..., Any]:
+        def for_a_rank(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(group_of(original, args, kwargs), RankGroup):
+                raise ConfigurationError(
+                    f"{original.__name__} gives each rank an object of its own, and one program, "
+                    "which has all objects, runs for all ranks of a mesh; scatter tensors, or "
+                    "mesh.split(batch)"
+                )
+            return original(*args, **kwargs)
+
+        return for_a_rank
+
+    def group_of(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return inspect.signature(function).bind(*args, **kwargs).arguments.get("group")
+
+    def default(original: Callable[..., Any]) -> Callable[..., Any]:
+        def or_what_to_write(*args: Any, **kwargs: Any) -> Any:
+            if not module.is_initialized():
+                _check_no_mesh("default group")
+            return original(*args, **kwargs)
+
+        return or_what_to_write
+
     def get_rank(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda group=None: group.rank() if isinstance(group, RankGroup) else original(group)
 
@@ -103,6 +159,11 @@ def _collectives(module: Any) -> None:
     wrap(module, "scatter", scatter)
     wrap(module, "gather", gather)
     wrap(module, "_check_not_self_rank", check_not_self)
+    wrap(module, "broadcast_object_list", same_here)
+    wrap(module, "gather_object", gather_object)
+    for name in ("scatter_object_list", "send_object_list", "recv_object_list"):
+        wrap(module, name, no_objects)
+    wrap(module, "_get_default_group", default)
 
 
 def _functional_collectives(module: Any) -> None:
@@ -159,7 +220,17 @@ def _device_mesh(module: ModuleType) -> None:
         return of_a_slice
 
     def set_up(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self: None if isinstance(self, mesh.Mesh) else original(self)
+        def of_processes(self: Any) -> Any:
+            if isinstance(self, mesh.Mesh):
+                return None
+            if self._device_type == "sky":
+                raise ConfigurationError(
+                    "a DeviceMesh of 'sky' devices is made by compute.mesh(dp=2, tp=4), which "
+                    "starts its ranks"
+                )
+            return original(self)
+
+        return of_processes
 
     def init_groups(original: Callable[..., Any]) -> Callable[..., Any]:
         def or_have_them_made(
@@ -390,6 +461,8 @@ def _random(module: Any) -> None:
 
 
 def _sharding(module: ModuleType) -> None:
+    import torch
+
     from skyward.device import mesh
 
     def forward_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -407,6 +480,15 @@ def _sharding(module: ModuleType) -> None:
     def device(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda of: of.device if isinstance(of, mesh.Mesh) else original(of)
 
+    def default_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
+        def or_what_to_write(*args: Any, **kwargs: Any) -> Any:
+            if not torch.distributed.is_initialized():
+                _check_no_mesh("default mesh")
+            return original(*args, **kwargs)
+
+        return or_what_to_write
+
+    wrap(module, "_init_default_mesh", default_mesh)
     wrap(module, "_get_post_forward_mesh_info", forward_mesh)
     wrap(module, "_get_device_from_mesh", device)
 
