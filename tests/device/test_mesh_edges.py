@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -305,3 +306,38 @@ def test_a_device_mesh_of_sky_devices_is_made_by_a_pool(mesh: Any) -> None:
     ):
         with pytest.raises(ConfigurationError, match=r"made by compute\.mesh\("):
             make()
+
+
+# What a block or a thread changes.
+
+
+def test_the_current_device_is_that_of_before_when_a_block_of_a_mesh_ends(
+    mesh: Any, twins: Any
+) -> None:
+    before = torch.sky.current_device()
+    for one in twins:
+        with one, mesh["dp"]:
+            assert torch.sky.current_device() == mesh.device.index
+            with one:
+                assert torch.sky.current_device() == one.device.index
+            assert torch.sky.current_device() == mesh.device.index
+        assert torch.sky.current_device() == before
+
+
+def test_a_group_is_as_one_for_the_thread_that_says_so(mesh: Any) -> None:
+    group = mesh.get_group("dp")
+    with ThreadPoolExecutor(1) as thread, group.as_one():
+        assert group.rank() == 0
+        assert mesh.each(thread.submit(group.rank).result()) == [0, 0, 1, 1]
+    assert mesh.each(group.rank()) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda x: x.conj().imag], ids=["conj", "neg"])
+def test_a_view_that_negates_is_read_by_rank(
+    mesh: Any, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    whole = torch.tensor([1 + 2j, 3 - 1j])
+    there = view(whole.to(mesh.device))
+    assert torch.equal(there.on(2), view(whole))
+    assert all(torch.equal(each, view(whole)) for each in mesh.each(there))
+    assert str(mesh.device) in repr(there)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ _c10d: Any = distributed_c10d
 _numbers = itertools.count()
 _open: dict[int, Mesh] = {}
 """The meshes by the index of their device."""
+_current = threading.local()
+"""The current device of a thread before it entered a mesh, and before the one around that."""
 
 
 def mesh_at(device: torch.device) -> Mesh | None:
@@ -144,8 +147,14 @@ class Mesh(DeviceMesh):
         return group.place
 
     def __enter__(self) -> Mesh:
+        _current.before = (torch.sky.current_device(), getattr(_current, "before", None))  # type: ignore[attr-defined]
         torch.sky.set_device(self.root.device)  # type: ignore[attr-defined]
         return super().__enter__()  # type: ignore[return-value]
+
+    def __exit__(self, *exception: Any) -> None:
+        index, _current.before = _current.before
+        torch.sky.set_device(index)  # type: ignore[attr-defined]
+        super().__exit__(*exception)
 
     def __deepcopy__(self, memo: object) -> Mesh:
         return self
@@ -251,7 +260,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     wait = getattr(local, "wait", None)  # of a collective that is under way
-    return wait() if callable(wait) else local
+    local = wait() if callable(wait) else local
+    # The bytes of a conjugate are those of the tensor that it is a view of.
+    return local.resolve_conj().resolve_neg()
 
 
 def on(tensor: torch.Tensor, rank: int) -> torch.Tensor:

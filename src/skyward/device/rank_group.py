@@ -6,6 +6,7 @@ Nothing here waits: each rank of the mesh waits for the others where it carries 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,7 +61,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
         self.name, self.device = name, device
         self._size = size
         self._place: torch.Tensor | None = None
-        self._is_one = False
+        self._one_in: set[int] = set()
         self._set_group_name(name)
 
     @property
@@ -79,16 +80,20 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def as_one(self) -> Iterator[None]:
-        """Be of rank 0 within a block: for code that passes the rank on and does not look at it."""
-        self._is_one = True
+        """Be of rank 0 within a block: for code that passes the rank on and does not look at it.
+
+        It is for this thread alone.
+        """
+        thread = threading.get_ident()
+        self._one_in.add(thread)
         try:
             yield
         finally:
-            self._is_one = False
+            self._one_in.discard(thread)
 
     def rank(self) -> Any:
         """The place of each rank in its group, as a tensor that the caller may write to."""
-        return 0 if self._is_one else self.place.clone()
+        return 0 if threading.get_ident() in self._one_in else self.place.clone()
 
     @property
     def place(self) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -600,14 +601,13 @@ PATCHES: dict[str, Callable[[ModuleType], None]] = {
 }
 
 
+@functools.cache
 def install() -> None:
     """Tell PyTorch of meshes; once per process."""
     import torch
 
     from skyward.device import mesh
 
-    if hasattr(torch.Tensor, "on"):
-        return
     if Version(torch.__version__) < Version("2.13"):
         raise ConfigurationError(
             f"mesh(): it needs torch 2.13, and this is {torch.__version__}, whose DTensor reckons "
