@@ -133,6 +133,7 @@ def test_each_rank_is_read_in_any_dtype_and_layout(
 def test_printing_shows_the_ranks_that_differ(mesh: Any, own: torch.Tensor) -> None:
     same = torch.ones(2, device=mesh.device, requires_grad=True)
     assert repr(same) == f"tensor([1., 1.], device='{mesh.device}', requires_grad=True)"
+    assert repr(2 * same) == f"tensor([2., 2.], device='{mesh.device}', grad_fn=<MulBackward0>)"
     half = mesh.get_local_rank("dp")
     assert repr(half) == (
         f"tensor(0, device='{mesh.device}', rank=0, 1)\n"

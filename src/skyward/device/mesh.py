@@ -296,10 +296,17 @@ def text_of(tensor: torch.Tensor, original: Callable[..., str], **options: Any) 
     for raw, ranks in kinds:
         here = raw.view(tensor.dtype).reshape(tensor.shape)
         text = original(here, **options).removesuffix(")")
-        words = f"device='{tensor.device}'" + (", requires_grad=True" * tensor.requires_grad)
+        words = f"device='{tensor.device}'" + _gradient_text(tensor)
         names = "" if len(kinds) == 1 else f", rank={', '.join(map(str, ranks))}"
         texts.append(f"{text}, {words}{names})")
     return "\n".join(texts)
+
+
+def _gradient_text(tensor: torch.Tensor) -> str:
+    """What PyTorch prints of a tensor that has gradients."""
+    if tensor.grad_fn is not None:
+        return f", grad_fn=<{tensor.grad_fn.name().rpartition('::')[2]}>"
+    return ", requires_grad=True" * tensor.requires_grad
 
 
 def _forget_closed() -> None:
