@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -288,3 +290,49 @@ def test_a_sum_that_is_not_made_yet_is_not_saved(mesh: Any, tmp_path: Path) -> N
     right = distribute_tensor(torch.ones(4, 4), mesh["tp"], [Shard(0)])
     with pytest.raises(ValueError, match="partial placements"):
         sky.ModelStore(tmp_path, progress=False).save_model({"x": left @ right}, "x")
+
+
+def test_training_goes_on_from_a_checkpoint_on_a_mesh_that_was_made_again(
+    sharing: Any, eventually: Any, tmp_path: Path
+) -> None:
+    def begun(mesh: Any, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = fully_shard(_model(seed).to(mesh.device), mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def losses(mesh: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for step in range(3):
+            x = torch.arange(32.0).view(4, 8) / (step + 8)
+            loss = model(mesh.split(x)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            whole = loss.detach().clone()
+            dist.all_reduce(whole, dist.ReduceOp.AVG, group=mesh.get_group())
+            found.append(whole.item())
+        return found
+
+    with sharing(sky.Compute(nodes=2, options=sky.Options(console=False))) as compute:
+        before = {each.pid for each in psutil.Process().children(recursive=True)}
+        mesh: Any = compute.mesh("cpu", dp=2)
+        model, optimizer = begun(mesh, 0)
+        losses(mesh, model, optimizer)
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(states, checkpoint_id=tmp_path)
+        right = losses(mesh, model, optimizer)
+
+        for each in psutil.Process().children(recursive=True):
+            if each.pid not in before and "skyward.device.worker" in each.cmdline():
+                each.kill()
+        eventually(lambda: not mesh.is_open)
+        again: Any = compute.mesh("cpu", dp=2)
+        model, optimizer = begun(again, 1)
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(states, checkpoint_id=tmp_path)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=states["model"],
+            optim_state_dict=states["optimizer"],
+        )
+        assert losses(again, model, optimizer) == right
