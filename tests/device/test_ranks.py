@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -11,9 +19,10 @@ import skyward as sky
 from skyward.device import ranks
 from skyward.device.core import core
 from skyward.errors import DeviceError
-from skyward.wire.messages import Hello
+from skyward.nodes.devices import PoolDevices
+from skyward.wire.messages import DeviceDown, DeviceUp, Hello
 
-from ..conftest import only_in_all
+from ..conftest import PATIENCE, only_in_all, wait_until, worker_processes
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -51,6 +60,103 @@ def test_ranks_that_are_reached_over_a_network_do_the_same(sharing) -> None:
         assert torch.equal(large.to(mesh.device).on(1), large)
         with pytest.raises(DeviceError, match=r"rank 1 \(node 1\): .*different values"):
             mesh.get_local_rank().item()
+
+
+@pytest.fixture(scope="module")
+def pair(sharing) -> Iterator[sky.Compute]:
+    """A pool of two nodes, whose ranks and agents are killed."""
+    with sharing(sky.Compute(nodes=2, options=sky.Options(console=False))) as compute:
+        yield compute
+
+
+def _mesh_of(compute: sky.Compute) -> tuple[Any, list[psutil.Process]]:
+    """A mesh of two ranks, and their processes."""
+    before = {each.pid for each in _device_processes()}
+    mesh: Any = compute.mesh(dp=2)
+    started = [each for each in _device_processes() if each.pid not in before]
+    # Those of a node are below its agent.
+    agents = [node.host.agent_pid for node in compute._open_fleet.nodes]
+    started.sort(key=lambda each: [agent in _above(each) for agent in agents], reverse=True)
+    return mesh, started
+
+
+def _device_processes() -> list[psutil.Process]:
+    found = []
+    for each in worker_processes():
+        with contextlib.suppress(psutil.Error):
+            if "skyward.device.worker" in each.cmdline():
+                found.append(each)
+    return found
+
+
+def _above(process: psutil.Process) -> list[int]:
+    return [each.pid for each in process.parents()]
+
+
+@contextlib.contextmanager
+def _reading(x: torch.Tensor) -> Iterator[Future[tuple[str, float]]]:
+    """A thread that waits for a tensor: what the error says that it gets, and when it got it."""
+
+    def told() -> tuple[str, float]:
+        with pytest.raises(DeviceError) as caught:
+            x.cpu()
+        return str(caught.value), time.monotonic()
+
+    before = sky.device_stats(x.device).waits
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(told)
+        wait_until(lambda: sky.device_stats(x.device).waits > before)
+        yield reading
+
+
+@pytest.fixture
+def late_agents(monkeypatch) -> None:
+    """The client hears of the end of a process later than the connections to it end."""
+    heard = PoolDevices.heard
+
+    def later(self: PoolDevices, message: DeviceUp | DeviceDown) -> None:
+        is_late = isinstance(message, DeviceDown) and message.number not in self._waiting
+        threading.Timer(0.5 if is_late else 0, heard, (self, message)).start()
+
+    monkeypatch.setattr(PoolDevices, "heard", later)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["reading", "in a collective"])
+def test_whoever_waits_for_a_rank_is_told_how_it_ended(
+    pair: sky.Compute, late_agents, eventually, rank: int, where: str
+) -> None:
+    mesh, started = _mesh_of(pair)
+    x = torch.ones(3, device=mesh.device)
+    dist.all_reduce(x, group=mesh.get_group())
+    x.cpu()
+    started[rank].suspend()
+    if where == "in a collective":
+        dist.all_reduce(x, group=mesh.get_group())
+    with _reading(x) as told:
+        killed = time.monotonic()
+        started[rank].kill()
+        text, at = told.result(PATIENCE)
+    assert re.search(rf"rank {rank} \(node {rank}\) is lost: .*SIGKILL", text), text
+    assert at - killed < 60
+    eventually(lambda: not any(each.is_running() for each in started))
+
+
+def test_whoever_waits_for_a_rank_is_told_of_its_nodes_end(pair: sky.Compute, eventually) -> None:
+    mesh, started = _mesh_of(pair)
+    x = torch.ones(3, device=mesh.device)
+    x.cpu()
+    started[1].suspend()
+    with _reading(x) as told:
+        killed = time.monotonic()
+        os.kill(pair._open_fleet.nodes[1].host.agent_pid, signal.SIGKILL)
+        text, at = told.result(PATIENCE)
+    assert re.search(r"rank 1 \(node 1\) is lost: .*its agent is gone", text), text
+    assert at - killed < 60
+    eventually(lambda: not any(each.is_running() for each in started))
+    eventually(lambda: pair.nodes[1].state == "ready")
+    again = pair.mesh(dp=2)
+    assert torch.ones(3, device=again.device).tolist() == [1.0] * 3
 
 
 @only_in_all

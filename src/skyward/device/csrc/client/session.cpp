@@ -32,6 +32,8 @@ constexpr size_t kTemplatesMost = 32768;
 // A training step is forty operations at the very least: three waits in it are one every dozen.
 constexpr uint64_t kWaitsNoticed = 256;
 constexpr uint64_t kOperationsPerWait = 12;
+// Far more than the word of an agent takes that is there.
+constexpr auto kExplainedAfter = std::chrono::seconds(5);
 
 [[noreturn]] void raise(const Complaint& complaint) {
   note_failed_copies();
@@ -269,6 +271,12 @@ void Session::forget_template(const Template& t) {
 }
 
 void Session::broken(const char* what) {
+  {
+    // How the process of the worker has ended is what its agent says a moment later, and then another thread closes.
+    OutsidePython outside;
+    std::unique_lock lock(reason_mutex_);
+    explained_.wait_for(lock, kExplainedAfter, [this] { return !reason_.empty(); });
+  }
   close(std::string("sky:") + std::to_string(index) + " is gone: " + what);
   check_open();
   std::abort();  // unreachable: check_open throws
@@ -279,6 +287,7 @@ void Session::close(const std::string& why) {
     std::lock_guard lock(reason_mutex_);
     if (reason_.empty()) reason_ = why;
   }
+  explained_.notify_all();
   // Whoever waits for the worker holds the mutex: the end of the sockets wakes it, and the reason is there.
   ops_.close();
   bulk_.close();
@@ -345,6 +354,7 @@ std::string Session::reply(bool interruptibly) {
 }
 
 void Session::complain(Complaint complaint) {
+  if (complaint.status == kRankLost) broken(complaint.text.c_str());
   if (complaint.status == kSurprised) {
     distrust();
     complaint.text +=

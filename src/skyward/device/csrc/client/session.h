@@ -292,6 +292,7 @@ class Session {
   std::unique_ptr<uint32_t[]> versions_;  // of each slot's content
   std::unordered_set<uint32_t> exported_;
   std::mutex reason_mutex_;
+  std::condition_variable explained_;
   std::string reason_;  // of the first to close it
   std::string closed_;
   bool is_closed_ = false, is_disowned_ = false, is_mesh_ = false;

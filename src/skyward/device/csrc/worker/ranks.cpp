@@ -36,7 +36,8 @@ struct Failed {
     is_everywhere = is_everywhere && is_same;
     if (status != kOk) {
       // The failure of the others may come of it.
-      if (its_what.starts_with(kLost)) what += "\n" + its_where + ": " + its_what;
+      if (its_status == kRankLost || its_what.starts_with(kLost)) what += "\n" + its_where + ": " + its_what;
+      if (its_status == kRankLost) status = kRankLost;
       return;
     }
     status = its_status;
@@ -179,7 +180,7 @@ Answer RankBelow::answer() {
     return {static_cast<Status>(head[4]), std::move(content)};
   } catch (const Disconnected& e) {
     lose(e.what());
-    return {kFailed, failure(false, name_, std::string(kLost) + e.what())};
+    return {kRankLost, failure(false, name_, std::string(kLost) + e.what())};
   }
 }
 
@@ -236,12 +237,15 @@ Answer Ranks::together(Answer own, std::string_view mark, Agreement agreement) {
       take(at, below_[at]->answer());
       return true;
     });
+    // Those that wait for it need not come, and the mesh is lost in any case.
+    if (failed.status == kRankLost) break;
     // Where one rank has failed, another may not come at all: it may be what the first one waited for.
     if (failed.status == kOk) since = std::chrono::steady_clock::now();
     if (std::chrono::steady_clock::now() - since < patience_) continue;
     for (auto at : awaited) {
-      below_[at]->lose("it did not come to where the others are; `sky stacks` shows where its threads are");
-      take(at, below_[at]->answer());
+      std::string why = "it did not come to where the others are; `sky stacks` shows where its threads are";
+      below_[at]->lose(why);
+      take(at, {kFailed, failure(false, below_[at]->name(), std::string(kLost) + why)});
     }
     awaited.clear();
   }
