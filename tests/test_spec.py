@@ -401,18 +401,23 @@ class TestOptions:
             orphan_timeout=60.0,
             retries=0,
             fail_grace=3.0,
+            collective_timeout=300.0,
         )
 
     def test_a_broadcast_may_wait_for_all_ranks_of_a_group(self):
         assert Options(fail_grace=None).fail_grace is None
 
-    @pytest.mark.parametrize("name", ["default_timeout", "idle_timeout", "fail_grace"])
+    @pytest.mark.parametrize(
+        "name", ["default_timeout", "idle_timeout", "fail_grace", "collective_timeout"]
+    )
     def test_whole_seconds_are_seconds(self, name):
         seconds = getattr(Options(**{name: 30}), name)
         assert seconds == 30.0
         assert type(seconds) is float
 
-    @pytest.mark.parametrize("name", ["default_timeout", "idle_timeout", "fail_grace"])
+    @pytest.mark.parametrize(
+        "name", ["default_timeout", "idle_timeout", "fail_grace", "collective_timeout"]
+    )
     @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])
     def test_a_timeout_that_never_or_always_passes_is_refused(self, name, value):
         with refused(rf"Options\({name}={value}\): {name} must be a positive, finite number"):

@@ -27,35 +27,41 @@ class DeviceError(SkywardError, RuntimeError):
     on any device, such as IndexError, NotImplementedError and torch.OutOfMemoryError.
     """
 
-    _gone: ClassVar[re.Pattern[str]] = re.compile(r"sky:(\d+) (?:\([^)]*\) )?is gone: ")
-    _explain: ClassVar[list[Callable[[int], str]]] = []
-    _explained: ClassVar[dict[int, str]] = {}
+    _told: ClassVar[re.Pattern[str]] = re.compile(
+        r"sky:(\d+) (?:\([^)]*\) )?(is gone|waits in vain): "
+    )
+    _explain: ClassVar[dict[str, Callable[[int, str], str]]] = {}
+    _explained: ClassVar[dict[tuple[int, str], str]] = {}
 
     def __init__(self, text: str = "", *more: object) -> None:
-        gone = self._gone.match(text)
-        if gone is not None:
+        told = self._told.match(text)
+        if told is not None and told[2] in self._explain:
             # Looked for once, when the first error says it: the tensors may be dropped later.
-            index = int(gone[1])
-            if index not in self._explained:
-                self._explained[index] = ""
-                self._explained[index] = "".join(explain(index) for explain in self._explain)
-            text += self._explained[index]
+            index, what = int(told[1]), told[2]
+            if (index, what) not in self._explained:
+                self._explained[index, what] = ""
+                self._explained[index, what] = self._explain[what](index, text)
+            text += self._explained[index, what]
         super().__init__(text, *more)
 
     @classmethod
-    def explain_with(cls, explain: Callable[[int], str]) -> None:
-        """Add to errors of a device that is gone what this function says of it, by its index."""
-        cls._explain[:] = [explain]
+    def explain_with(cls, what: str, explain: Callable[[int, str], str]) -> None:
+        """Add to errors of a device what this function says to its index and the error's text.
+
+        `what` is "is gone", or "waits in vain" for a mesh with ranks that do not come.
+        """
+        cls._explain[what] = explain
 
     @classmethod
     def forget(cls, index: int) -> None:
         """Note that a new device has this index."""
-        cls._explained.pop(index, None)
+        for key in [key for key in cls._explained if key[0] == index]:
+            cls._explained.pop(key, None)
 
     @classmethod
     def leave_unexplained(cls, index: int) -> None:
         """Note that a device ends because its user wants it to: nothing is lost."""
-        cls._explained[index] = ""
+        cls._explained[index, "is gone"] = ""
 
 
 class ImageError(SkywardError):

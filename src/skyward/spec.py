@@ -254,7 +254,8 @@ class Options:
     data on. `idle_timeout` is how long the pool keeps a node without tasks. `orphan_timeout` is how
     long a node lives on without its client, and so how long an outage of the network may last.
     `fail_grace` is how long the other ranks of a process group go on after one of them has failed;
-    with None, a broadcast waits for all of them.
+    with None, a broadcast waits for all of them. `collective_timeout` is how long the ranks of a
+    `compute.mesh()` wait for one that does not come to a collective.
     `console=None` shows progress in the way that the terminal allows. `log` is a file to which
     every event is written as a line of JSON, or "-" for stderr; without it, `SKYWARD_LOG` says so.
     `tensorboard` is a folder in which TensorBoard finds what `sky.log` takes.
@@ -272,6 +273,7 @@ class Options:
     log: str | None = None
     tensorboard: str | None = None
     fail_grace: float | None = 3.0
+    collective_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         checks.store(
@@ -297,6 +299,7 @@ class Options:
                 if self.fail_grace is None
                 else checks.seconds(self, "fail_grace", self.fail_grace)
             ),
+            collective_timeout=checks.seconds(self, "collective_timeout", self.collective_timeout),
         )
 
 

@@ -160,26 +160,32 @@ def test_whoever_waits_for_a_rank_is_told_of_its_nodes_end(pair: sky.Compute, ev
 
 
 @only_in_all
-def test_a_rank_that_does_not_come_to_a_collective_is_named(sharing, monkeypatch) -> None:
-    monkeypatch.setattr("skyward.nodes.devices.COLLECTIVE_SECONDS", 40.0)
-    with sharing(sky.Compute(nodes=2, options=sky.Options(console=False))) as compute:
-        mesh = compute.mesh(dp=2)
-        x = torch.ones(3, device=mesh.device)
+def test_a_rank_that_does_not_come_to_a_collective_is_named_with_its_stacks(
+    sharing, eventually
+) -> None:
+    options = sky.Options(console=False, collective_timeout=30)
+    with sharing(sky.Compute(nodes=2, options=options)) as compute:
+        mesh, started = _mesh_of(compute)
+        # Rank 1 computes for hours what takes the other one a moment.
+        steps = torch.where(mesh.get_rank() == 1, 10**14, 2)
+        x = torch.special.laguerre_polynomial_l(torch.ones(1, device=mesh.device) / 2, steps)
         dist.all_reduce(x, group=mesh.get_group())
-        agent = compute.run(sky.function(os.getppid)(), on=1)
-        second = next(
-            each
-            for each in psutil.Process(agent).children(recursive=True)
-            if "skyward.device.worker" in each.cmdline()
+        began = time.monotonic()
+        said = (
+            r"sky:0 waits in vain: rank 0 \(node 0\): (.|\n)*"
+            r"rank 1 \(node 1\): it did not come to where the others are\n"
+            rf"rank 1 \(node 1\): node 1 device cpu \(pid {started[1].pid}\):\n"
+            r"(.|\n)*, in _serve\n"
         )
-        second.suspend()
-        try:
-            dist.all_reduce(x, group=mesh.get_group())
-            said = r"rank 0 \(node 0\): (.|\n)*rank 1 \(node 1\): .*did not come to where"
-            with pytest.raises(DeviceError, match=said):
-                x.on(0)
-        finally:
-            second.resume()
+        with pytest.raises(DeviceError, match=said):
+            x.cpu()
+        assert time.monotonic() - began < 60
+        # It is lost to the others, and so is the mesh, whose processes end.
+        eventually(lambda: not any(each.is_running() for each in started))
+        with pytest.raises(
+            DeviceError, match=r"is gone: rank 1 \(node 1\) is lost: it did not come"
+        ):
+            x.cpu()
 
 
 def test_a_rank_that_is_lost_is_named_and_the_mesh_can_be_made_again(sharing, eventually) -> None:

@@ -29,6 +29,8 @@ BELOW_MOST = 4
 """How many ranks one rank passes its records on to."""
 MEET_SECONDS = 120.0
 """How long the ranks wait for each other when they meet."""
+LATE_PART = 1 / 6
+"""Of the time for a collective, what is left for a rank to come after the others have failed."""
 
 
 class Rank(msgspec.Struct):
@@ -55,7 +57,7 @@ class Joining(msgspec.Struct):
     world: str
     """The name of the group of all ranks."""
     seconds: float
-    """How long a rank waits for the others in a collective before that fails."""
+    """How long the ranks wait for one in a collective before it is an error."""
     host: str
     """Where the first rank is reached by the others."""
     port: int = 0
@@ -78,6 +80,15 @@ def tree(ranks: Sequence[Rank]) -> Rank:
     for rank in ranks[1:]:
         ranks[(rank.number - 1) // BELOW_MOST].below.append(rank)
     return ranks[0]
+
+
+def depth(number: int) -> int:
+    """How many ranks are above one: each waits longer for an answer than those below it do.
+
+    >>> [depth(number) for number in (0, 1, 4, 5, 20, 21)]
+    [0, 1, 1, 2, 2, 3]
+    """
+    return 1 + depth((number - 1) // BELOW_MOST) if number else 0
 
 
 _IN_PLACE = f"{PEER}-rank"
@@ -131,7 +142,7 @@ class OwnRank:
         self._library.sky_worker_rank(
             ctypes.c_uint32(self._number),
             joining.rank.name.encode(),
-            ctypes.c_double(joining.seconds / 5),
+            ctypes.c_double(joining.seconds * LATE_PART / (1 + depth(self._number))),
         )
         self._import_torch()
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -220,7 +231,7 @@ class OwnRank:
         own, size = ranks.index(self._number), len(ranks)
         store = c10d.PrefixStore(f"{name}/{ranks[0]}", self._store)
         group = c10d.ProcessGroup(store, own, size)
-        seconds = timedelta(seconds=self._seconds)
+        seconds = timedelta(seconds=self._seconds * (1 - LATE_PART))
         is_own_gpu = self._kind.startswith("cuda") and self._has_own_gpu(store, own, size)
         if is_own_gpu:
             options = c10d.ProcessGroupNCCL.Options()

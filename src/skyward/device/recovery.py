@@ -128,7 +128,8 @@ def summary(core: Core, index: int, lives: Collection[Life]) -> tuple[str, str]:
 
 def explain_losses(core: Core) -> None:
     """Have errors of lost devices say which tensors were lost."""
-    DeviceError.explain_with(lambda index: loss(core, index))
+    DeviceError.explain_with("is gone", lambda index, _: loss(core, index))
+    DeviceError.explain_with("waits in vain", core.where_ranks_stand)
 
 
 def names(core: Core, index: int) -> dict[int, str]:

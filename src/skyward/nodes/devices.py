@@ -21,6 +21,7 @@ from skyward.errors import ConfigurationError, DeviceError, NoDeviceError, Skywa
 from skyward.events import DeviceClosed, DeviceOpened, EventStream
 from skyward.nodes.node import Roster
 from skyward.nodes.spec import PoolSpec
+from skyward.nodes.stacks import read_stacks
 from skyward.wire.channel import Channel
 from skyward.wire.handshake import PEER, Authority, Credentials, node_name
 from skyward.wire.messages import CloseDevice, DeviceDown, DeviceUp, Message, OpenDevice
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 START_SECONDS = 300.0
 """How long a device process may take: its first start on a machine compiles the worker core."""
-COLLECTIVE_SECONDS = 300.0
-"""How long the ranks of a mesh wait for each other in a collective before that fails."""
+ABSENT = "it did not come to where the others are"
+"""What the ranks of a mesh say of one that they have waited for in vain (`worker/ranks.cpp`)."""
 LAST_SECONDS = 5.0
 """How long leaving a pool waits for its devices before it says so."""
 POLL_SECONDS = 0.05
@@ -59,8 +60,8 @@ class PoolDevices:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[int, queue.SimpleQueue[DeviceUp | DeviceDown]]] = {}
         self._open: dict[int, tuple[int, set[str], Device]] = {}
-        self._ranks: dict[int, tuple[int, int, str]] = {}
-        """The processes of meshes: the first one's number, the node and the rank's name."""
+        self._ranks: dict[int, tuple[int, int, str, int]] = {}
+        """The processes of meshes: the first one's number, the node, the rank's name, the pid."""
         self._lost: list[tuple[int, set[str], int]] = []
         """The node, kinds and index of lost devices whose tensors a checkpoint has."""
         self._kept: set[int] = set()
@@ -205,7 +206,7 @@ class PoolDevices:
     ) -> dict[tuple[int, int], int] | None:
         """The rank that each worker has in a mesh; None if the device is no mesh of this pool."""
         first = next((n for n, (_, _, each) in self._open.items() if each.index == index), None)
-        nodes = [at for of, at, _ in list(self._ranks.values()) if of == first]
+        nodes = [at for of, at, _, _ in list(self._ranks.values()) if of == first]
         if not nodes:
             return None
         ranks = {(node, nodes[:rank].count(node)): rank for rank, node in enumerate(nodes)}
@@ -352,6 +353,7 @@ class PoolDevices:
         Returns its index, and the name of the process group of all.
         """
         from skyward.device.client import Device
+        from skyward.device.core import core
         from skyward.device.ranks import Joining, Rank, tree
 
         with self._lock:
@@ -378,7 +380,9 @@ class PoolDevices:
                     nodes[0],
                     found[0],
                     lost=lambda why: self._given_up(nodes[0], numbers[0], why),
-                    joining=Joining(tree(ranks), size, world, COLLECTIVE_SECONDS, host),
+                    joining=Joining(
+                        tree(ranks), size, world, self._spec.options.collective_timeout, host
+                    ),
                 )
             except BaseException:
                 for number, node in zip(numbers, nodes, strict=True):
@@ -387,8 +391,9 @@ class PoolDevices:
                 raise
             kinds = {f"mesh of {size} {ups[0].kind}"}
             self._open[numbers[0]] = (nodes[0], kinds, device)
-            for number, node, name in zip(numbers, nodes, names, strict=True):
-                self._ranks[number] = (numbers[0], node, name)
+            for up, node, name in zip(ups, nodes, names, strict=True):
+                self._ranks[up.number] = (numbers[0], node, name, up.pid)
+            core().find_ranks_with(device.index, lambda text: self._find_ranks(numbers[0], text))
             self._events.emit(DeviceOpened, nodes[0], device.index, *kinds)
             return device.index, world
 
@@ -420,9 +425,26 @@ class PoolDevices:
             )
         return places[:size]
 
+    def _find_ranks(self, first: int, text: str) -> str:
+        """Where the ranks are that an error says have not come; their mesh ends."""
+        absent = {
+            number: (node, name, pid)
+            for number, (of, node, name, pid) in list(self._ranks.items())
+            if of == first and f"{name}: {ABSENT}" in text
+        }
+        nodes = sorted({node for node, _, _ in absent.values()})
+        found = read_stacks(nodes, self._roster.service)
+        lines = []
+        for node, name, pid in absent.values():
+            # The process, or that the agent of its node does not answer.
+            here = [each for each in found if each.node == node and each.pid in (pid, 0)]
+            lines += [f"{name}: {each.text(everything=True)}" for each in here]
+        self._lose(list(absent), ABSENT)
+        return "".join(f"\n{line}" for line in lines)
+
     def _end_ranks(self, first: int) -> None:
         """End the processes of a mesh, if the device is one."""
-        for number, (of, node, _) in list(self._ranks.items()):
+        for number, (of, node, _, _) in list(self._ranks.items()):
             if of == first and self._ranks.pop(number, None) is not None:
                 with contextlib.suppress(SkywardError):
                     self._tell(node, CloseDevice(number))
@@ -441,7 +463,7 @@ class PoolDevices:
             if at == node:
                 answers.put(DeviceDown(number, why))
         there = {n for n, (at, _, _) in list(self._open.items()) if at == node}
-        there |= {n for n, (_, at, _) in list(self._ranks.items()) if at == node}
+        there |= {n for n, (_, at, _, _) in list(self._ranks.items()) if at == node}
         self._lose(sorted(there), why)
 
     def _given_up(self, node: int, number: int, why: str) -> None:
@@ -452,7 +474,7 @@ class PoolDevices:
 
     def _lose(self, numbers: list[int], why: str) -> None:
         def take(each: int) -> tuple[int, str, tuple[int, set[str], Device] | None]:
-            number, _, name = self._ranks.get(each, (each, 0, ""))
+            number, _, name, _ = self._ranks.get(each, (each, 0, "", 0))
             return number, name, self._open.pop(number, None)
 
         def lose() -> None:

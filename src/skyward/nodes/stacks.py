@@ -128,7 +128,9 @@ class ProcessStacks:
         """The stacks as a person reads them; `everything` adds Skyward's own frames and threads."""
         head = self.where + (f" (pid {self.pid})" if self.pid else "")
         doing = ", ".join(f"{name} for {seconds:.1f} s" for _, name, seconds in self.tasks)
-        lines = [f"{head}: {doing or self.problem or 'idle'}"]
+        # What the process of a device does is not known here: it has no tasks.
+        rest = "idle" if self.worker is not None or not everything else ""
+        lines = [f"{head}: {doing or self.problem or rest}".rstrip()]
         if doing and self.problem:
             lines.append(f"  {self.problem}")
         if not self.answered and self.threads:

@@ -355,6 +355,7 @@ std::string Session::reply(bool interruptibly) {
 
 void Session::complain(Complaint complaint) {
   if (complaint.status == kRankLost) broken(complaint.text.c_str());
+  if (complaint.status == kRankAbsent) complaint.text.insert(0, c10::str("sky:", index, " waits in vain: "));
   if (complaint.status == kSurprised) {
     distrust();
     complaint.text +=

@@ -197,9 +197,10 @@ enum Status : uint8_t {
   kNotImplemented,
   kLinearAlgebra,
   kOutOfMemory,
-  kMarked,     // no answer: how far the worker has come
-  kSurprised,  // as kFailed: a result was another than the client had promised
-  kRankLost,   // a rank of the mesh has no connection any more, and the mesh is lost with it
+  kMarked,      // no answer: how far the worker has come
+  kSurprised,   // as kFailed: a result was another than the client had promised
+  kRankLost,    // a rank of the mesh has no connection any more, and the mesh is lost with it
+  kRankAbsent,  // a rank of the mesh does not come to where the others are
 };
 // Added to the status if PyTorch has warned in the worker since the last reply. The content then begins with a text
 // of all the warnings: u8 flags, text of the source file, u32 line, text of the warning, for each.

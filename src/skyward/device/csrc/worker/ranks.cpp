@@ -15,7 +15,8 @@ constexpr size_t kQueuedMost = 64 << 20;
 constexpr size_t kAnswerMost = 256 << 20;
 // How long one rank's answer is awaited before the next one's.
 constexpr timespec kMoment{0, 20'000'000};
-constexpr std::string_view kLost = "the rank is lost: ";
+// `nodes/devices.py` looks for it.
+constexpr auto* kAbsent = "it did not come to where the others are";
 
 std::string failure(bool is_everywhere, std::string_view where, std::string_view what) {
   Writer w;
@@ -36,8 +37,9 @@ struct Failed {
     is_everywhere = is_everywhere && is_same;
     if (status != kOk) {
       // The failure of the others may come of it.
-      if (its_status == kRankLost || its_what.starts_with(kLost)) what += "\n" + its_where + ": " + its_what;
-      if (its_status == kRankLost) status = kRankLost;
+      if (its_status != kRankLost && its_status != kRankAbsent) return;
+      what += "\n" + its_where + ": " + its_what;
+      if (status != kRankLost) status = its_status;
       return;
     }
     status = its_status;
@@ -180,7 +182,7 @@ Answer RankBelow::answer() {
     return {static_cast<Status>(head[4]), std::move(content)};
   } catch (const Disconnected& e) {
     lose(e.what());
-    return {kRankLost, failure(false, name_, std::string(kLost) + e.what())};
+    return {kRankLost, failure(false, name_, "the rank is lost: " + std::string(e.what()))};
   }
 }
 
@@ -243,9 +245,8 @@ Answer Ranks::together(Answer own, std::string_view mark, Agreement agreement) {
     if (failed.status == kOk) since = std::chrono::steady_clock::now();
     if (std::chrono::steady_clock::now() - since < patience_) continue;
     for (auto at : awaited) {
-      std::string why = "it did not come to where the others are; `sky stacks` shows where its threads are";
-      below_[at]->lose(why);
-      take(at, {kFailed, failure(false, below_[at]->name(), std::string(kLost) + why)});
+      below_[at]->lose(kAbsent);
+      take(at, {kRankAbsent, failure(false, below_[at]->name(), kAbsent)});
     }
     awaited.clear();
   }
