@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -157,6 +159,58 @@ def test_whoever_waits_for_a_rank_is_told_of_its_nodes_end(pair: sky.Compute, ev
     eventually(lambda: pair.nodes[1].state == "ready")
     again = pair.mesh(dp=2)
     assert torch.ones(3, device=again.device).tolist() == [1.0] * 3
+
+
+@contextlib.contextmanager
+def _joining(compute: sky.Compute, monkeypatch) -> Iterator[tuple[Future[str], psutil.Process]]:
+    """A thread that makes a mesh, whose second rank stands still: what the error says."""
+    started: queue.SimpleQueue[list[DeviceUp]] = queue.SimpleQueue()
+    start = PoolDevices._start_processes
+
+    def noted(self: PoolDevices, *args: Any, **options: Any) -> list[DeviceUp]:
+        ups = start(self, *args, **options)
+        started.put(ups)
+        return ups
+
+    def told() -> str:
+        with pytest.raises(DeviceError) as caught:
+            compute.mesh(dp=2)
+        return str(caught.value)
+
+    monkeypatch.setattr(PoolDevices, "_start_processes", noted)
+    with ThreadPoolExecutor(1) as threads:
+        making = threads.submit(told)
+        second = started.get(timeout=PATIENCE)[1].pid
+        # It imports torch as soon as it has heard of the mesh, and then it meets the others.
+        maps = Path(f"/proc/{second}/maps")
+        wait_until(lambda: "libtorch_python" in maps.read_text())
+        process = psutil.Process(second)
+        process.suspend()
+        yield making, process
+
+
+def test_a_rank_that_is_lost_while_the_ranks_meet_is_an_error(
+    pair: sky.Compute, monkeypatch
+) -> None:
+    with _joining(pair, monkeypatch) as (making, second):
+        second.kill()
+        killed = time.monotonic()
+        said = making.result(PATIENCE)
+    assert re.search(r"rank 1 \(node 1\) is lost: .*SIGKILL", said), said
+    assert time.monotonic() - killed < 60
+    monkeypatch.undo()
+    again = pair.mesh(dp=2)
+    assert torch.ones(3, device=again.device).tolist() == [1.0] * 3
+
+
+def test_a_pool_is_closed_while_ranks_meet(sharing, monkeypatch, eventually) -> None:
+    with sharing(sky.Compute(nodes=2, options=sky.Options(console=False))) as compute:
+        with _joining(compute, monkeypatch) as (making, second):
+            began = time.monotonic()
+            compute._open_fleet.devices.close("its pool was closed")
+            assert "is gone: its pool was closed" in making.result(PATIENCE)
+        assert time.monotonic() - began < 60
+        eventually(lambda: not second.is_running())
 
 
 @only_in_all

@@ -11,7 +11,6 @@ from skyward.device.core import core
 from skyward.device.library import DeviceProcess
 from skyward.device.meeting import BACKLOGS, ON_ONE_HOST, Whereabouts
 from skyward.device.processors import spared
-from skyward.device.ranks import Joining
 from skyward.device.recovery import recoveries
 from skyward.errors import DeviceError
 from skyward.wire.channel import Channel
@@ -36,7 +35,6 @@ class Device:
         *,
         lost: Callable[[str], None],
         again: int | None = None,
-        joining: Joining | None = None,
     ) -> None:
         kind, properties = up.kind, up.properties
         self.pid = up.pid
@@ -61,7 +59,7 @@ class Device:
             if shares_memory and not on_cpu:
                 opened.enter_context(spared())
             process = DeviceProcess(
-                tuple(ways), shares_memory, on_cpu, self._where, properties, whereabouts, joining
+                tuple(ways), shares_memory, on_cpu, self._where, properties, whereabouts
             )
             generation.install()
             if again is None:

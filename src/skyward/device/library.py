@@ -64,8 +64,6 @@ class DeviceProcess:
     properties: Mapping[str, Any]
     whereabouts: Whereabouts
     """Where the processes of other devices find it."""
-    joining: Joining | None = None
-    """If it is the first rank of a mesh: how it reaches the others."""
 
     @property
     def connections(self) -> tuple[Any, ...]:
@@ -202,15 +200,21 @@ class Core:
             self._call("sky_serial", index, ctypes.byref(serial))
             self._serials[index] = serial.value
             self._meshes.discard(index)
-            if process.joining is not None:
-                self._meshes.add(index)
-                self._call("sky_join_mesh", index, msgspec.json.encode(process.joining))
             # As on other devices, a seed that was set before the device was opened applies to it.
             self.seed(index, torch.initial_seed())
         except BaseException:
             self.close(index, f"sky:{index} is gone: it could not be opened")
             raise
         return index
+
+    def join_mesh(self, index: int, joining: Joining) -> None:
+        """Have the process of a device become the first rank of a mesh."""
+        import torch
+
+        self._meshes.add(index)
+        self._call("sky_join_mesh", index, msgspec.json.encode(joining))
+        # The other ranks have not heard the seed of the device that this was.
+        self.seed(index, torch.initial_seed())
 
     def make_groups(self, index: int, ranks: dict[str, list[list[int]]]) -> None:
         """Make process groups of a mesh's ranks: for each name, the ranks of every group of it."""

@@ -9,7 +9,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from skyward.calls.device_tensors import Holder
@@ -364,6 +364,8 @@ class PoolDevices:
             numbers = [up.number for up in ups]
             world = f"sky-{self._id}-{numbers[0]}"
             names = [f"rank {rank} (node {node})" for rank, node in enumerate(nodes)]
+            for up, node, name in zip(ups, nodes, names, strict=True):
+                self._ranks[up.number] = (numbers[0], node, name, up.pid)
             try:
                 found = [
                     self._locate(node, up.endpoint) for node, up in zip(nodes, ups, strict=True)
@@ -380,20 +382,21 @@ class PoolDevices:
                     nodes[0],
                     found[0],
                     lost=lambda why: self._given_up(nodes[0], numbers[0], why),
-                    joining=Joining(
-                        tree(ranks), size, world, self._spec.options.collective_timeout, host
-                    ),
                 )
-            except BaseException:
-                for number, node in zip(numbers, nodes, strict=True):
-                    with contextlib.suppress(SkywardError):
-                        self._tell(node, CloseDevice(number))
+                core().find_ranks_with(
+                    device.index, lambda text: self._find_ranks(numbers[0], text)
+                )
+                kinds = {f"mesh of {size} {ups[0].kind}"}
+                # Before they meet: the loss of one ends the wait of the others.
+                self._open[numbers[0]] = (nodes[0], kinds, device)
+                seconds = self._spec.options.collective_timeout
+                core().join_mesh(device.index, Joining(tree(ranks), size, world, seconds, host))
+            except BaseException as problem:
+                opened = self._open.pop(numbers[0], None)
+                if opened is not None:
+                    opened[2].close(f"its ranks did not meet: {problem}")
+                self._end_ranks(numbers[0])
                 raise
-            kinds = {f"mesh of {size} {ups[0].kind}"}
-            self._open[numbers[0]] = (nodes[0], kinds, device)
-            for up, node, name in zip(ups, nodes, names, strict=True):
-                self._ranks[up.number] = (numbers[0], node, name, up.pid)
-            core().find_ranks_with(device.index, lambda text: self._find_ranks(numbers[0], text))
             self._events.emit(DeviceOpened, nodes[0], device.index, *kinds)
             return device.index, world
 
@@ -556,23 +559,35 @@ class PoolDevices:
         """Close every device and end their processes."""
         for number, (_, answers) in list(self._waiting.items()):
             answers.put(DeviceDown(number, why))
+        # First the meshes: the ranks of one may still meet, under the lock.
+        ended = self._end({first for first, _, _, _ in list(self._ranks.values())}, why)
         with self._lock:
-            devices, self._open = self._open, {}
-        for number, (node, _, device) in devices.items():
-            device.end(why)
-            self._end_ranks(number)
-            self._events.emit(DeviceClosed, node, device.index, why)
-            recoveries.forget(device.index)
-            with contextlib.suppress(SkywardError):
-                self._tell(node, CloseDevice(number))
+            ended += self._end(list(self._open), why)
         if self._lost:
             from skyward.device.core import core
 
             for _, _, index in self._lost:
                 recoveries.forget(index)
                 core().give_up_index(index)
-        if devices or self._lost:
+        if ended or self._lost:
             processors.give_back()
+
+    def _end(self, numbers: Iterable[int], why: str) -> int:
+        """Close devices because the user wants that; how many of them were open."""
+        count = 0
+        for number in numbers:
+            found = self._open.pop(number, None)
+            if found is None:
+                continue
+            node, _, device = found
+            device.end(why)
+            self._end_ranks(number)
+            self._events.emit(DeviceClosed, node, device.index, why)
+            recoveries.forget(device.index)
+            with contextlib.suppress(SkywardError):
+                self._tell(node, CloseDevice(number))
+            count += 1
+        return count
 
     # The way to a node.
 
