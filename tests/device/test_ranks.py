@@ -156,7 +156,7 @@ def test_whoever_waits_for_a_rank_is_told_of_its_nodes_end(pair: sky.Compute, ev
     assert re.search(r"rank 1 \(node 1\) is lost: .*its agent is gone", text), text
     assert at - killed < 60
     eventually(lambda: not any(each.is_running() for each in started))
-    eventually(lambda: pair.nodes[1].state == "ready")
+    # Which waits for the node.
     again = pair.mesh(dp=2)
     assert torch.ones(3, device=again.device).tolist() == [1.0] * 3
 

@@ -350,14 +350,34 @@ class PoolDevices:
     def mesh(self, size: int, kind: str) -> tuple[int, str]:
         """Open a device that is that many processes, which all carry out what it is told.
 
-        Returns its index, and the name of the process group of all.
+        Returns its index, and the name of the process group of all. Nodes that are about to be
+        ready are awaited, if the others are too few.
         """
+        self._await_places(size, kind)
+        try:
+            return self._open_mesh(size, kind)
+        except (ConfigurationError, NoDeviceError):
+            # A node may have been lost a moment ago.
+            if len(self._places(kind)) >= size:
+                raise
+        self._await_places(size, kind)
+        return self._open_mesh(size, kind)
+
+    def _await_places(self, size: int, kind: str) -> None:
+        for node in self._roster.nodes:
+            if len(self._places(kind)) < size:
+                self._await_node(node.index)
+
+    def _open_mesh(self, size: int, kind: str) -> tuple[int, str]:
         from skyward.device.client import Device
         from skyward.device.core import core
         from skyward.device.ranks import Joining, Rank, tree
 
         with self._lock:
-            places = self._places(size, kind)
+            places = self._places(kind)
+            if size > len(places):
+                raise self._too_few(size, kind, places)
+            places = places[:size]
             ticket = secrets.token_hex(16)
             ups = self._start_processes(places, ticket=ticket)
             nodes = [node for node, _ in places]
@@ -400,8 +420,8 @@ class PoolDevices:
             self._events.emit(DeviceOpened, nodes[0], device.index, *kinds)
             return device.index, world
 
-    def _places(self, size: int, kind: str) -> list[tuple[int, str]]:
-        """The node and the kind of each rank of a mesh: all on GPUs, or all on CPUs."""
+    def _places(self, kind: str) -> list[tuple[int, str]]:
+        """The node and the kind of each rank that a mesh may have: all on GPUs, or all on CPUs."""
         nodes = [node for node in self._roster.nodes if node.serves]
         if kind == "auto":
             kind = "cuda" if any(node.host.accelerators for node in nodes) else "cpu"
@@ -414,19 +434,23 @@ class PoolDevices:
             elif gpus:
                 ranks = range(max(gpus, workers))
                 places += [(node.index, f"cuda:{rank % gpus}") for rank in ranks]
-        if size > len(places):
-            takes = f"mesh: it takes {size} ranks, and the pool has {len(places)}"
-            if kind == "cpu":
-                raise ConfigurationError(
-                    f"{takes} on {len(self._roster.nodes)} nodes; give more nodes, or more workers "
-                    "on each: worker=sky.Worker(per_node=4)"
-                )
-            with_gpus = len({node for node, _ in places})
-            raise ConfigurationError(
-                f"{takes} with GPUs: {with_gpus} of its {len(self._roster.nodes)} nodes have one; "
-                'give more nodes with GPUs, or compute.mesh("cpu", ...) for a rank per worker'
+        return places
+
+    def _too_few(
+        self, size: int, kind: str, places: Sequence[tuple[int, str]]
+    ) -> ConfigurationError:
+        nodes = len(self._roster.nodes)
+        takes = f"mesh: it takes {size} ranks, and the pool has {len(places)}"
+        if kind != "cuda" and all(each == "cpu" for _, each in places):
+            return ConfigurationError(
+                f"{takes} on {nodes} nodes; give more nodes, or more workers on each: "
+                "worker=sky.Worker(per_node=4)"
             )
-        return places[:size]
+        with_gpus = len({node for node, _ in places})
+        return ConfigurationError(
+            f"{takes} with GPUs: {with_gpus} of its {nodes} nodes have one; give more nodes with "
+            'GPUs, or compute.mesh("cpu", ...) for a rank per worker'
+        )
 
     def _find_ranks(self, first: int, text: str) -> str:
         """Where the ranks are that an error says have not come; their mesh ends."""
