@@ -144,6 +144,31 @@ def test_printing_shows_the_ranks_that_differ(mesh: Any, own: torch.Tensor) -> N
     assert "Shard(dim=0)" in repr(sharded)
 
 
+def test_of_a_large_tensor_only_what_is_printed_comes_here(mesh: Any, place: torch.Tensor) -> None:
+    whole = torch.randn(40, 5, 300)
+    same = whole.to(mesh.device)
+    # What differs is not shown: two signs, a word that is in another place, the last bits.
+    signs, moved, last = same.clone(), same.clone(), same.clone()
+    signs[20, 2, 100:102] *= 1 - 2 * (place == 1)
+    moved[20, 2, 100] = torch.where(place == 1, same[21, 2, 100], same[20, 2, 100])
+    moved[21, 2, 100] = torch.where(place == 1, same[20, 2, 100], same[21, 2, 100])
+    last.view(torch.uint8)[20, 2, 1] ^= place == 1
+    before = sky.device_stats(mesh.device).bytes_fetched
+    assert repr(same) == f"{repr(whole)[:-1]}, device='{mesh.device}')"
+    for each in (signs, moved, last):
+        alone, others = sorted(repr(each).split("tensor")[1:], key=len)
+        assert alone.strip().endswith(f"device='{mesh.device}', rank=1)")
+        assert others.strip().endswith(f"device='{mesh.device}', rank=0, 2, 3)")
+        assert repr(whole)[:-1].removeprefix("tensor") in others
+    assert sky.device_stats(mesh.device).bytes_fetched - before < whole.nbytes / 4
+    # Whatever the size of an element, and where it begins.
+    for dtype in (torch.bool, torch.bfloat16, torch.complex64):
+        odd = (torch.arange(2003, device=mesh.device) % 2).to(dtype)[1:]
+        assert repr(odd) == f"{repr(odd.cpu())[:-1]}, device='{mesh.device}')"
+        odd[1000] = place == 3
+        assert "rank=3)" in repr(odd)
+
+
 # Collectives.
 
 REDUCTIONS = {

@@ -7,6 +7,7 @@ a dimension is one, too, so a shard is chosen by an operation like any other.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import operator
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import _tensor_str
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +25,7 @@ from skyward.device.rank_group import RankGroup, choose
 from skyward.errors import ConfigurationError
 
 _c10d: Any = distributed_c10d
+_printing: Any = _tensor_str
 _numbers = itertools.count()
 _open: dict[int, Mesh] = {}
 """The meshes by the index of their device."""
@@ -280,22 +283,29 @@ def on(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def text_of(tensor: torch.Tensor, original: Callable[..., str], **options: Any) -> str:
-    """What a mesh tensor looks like: once, or with the ranks on which it differs."""
+    """What a mesh tensor looks like: once, or with the ranks on which it differs.
+
+    Of a large one, only what is shown comes here, and a digest of each rank's.
+    """
     mesh = mesh_of(tensor)
     if mesh is None:
         return original(tensor, **options)
+    printing = _printing.PRINT_OPTS
+    is_large = printing.edgeitems > 0 and tensor.numel() > printing.threshold
+    shown = mesh.each(_corners(_local(tensor), printing.edgeitems) if is_large else tensor)
+    marks = mesh.each(_digest(_local(tensor))) if is_large else shown
     kinds: list[tuple[torch.Tensor, list[int]]] = []
-    for rank, each in enumerate(mesh.each(tensor)):
-        raw = each.contiguous().reshape(-1).view(torch.uint8)
+    for rank, mark in enumerate(marks):
+        raw = mark.contiguous().reshape(-1).view(torch.uint8)
         same = next((ranks for kind, ranks in kinds if torch.equal(kind, raw)), None)
         if same is None:
             kinds.append((raw, [rank]))
         else:
             same.append(rank)
     texts = []
-    for raw, ranks in kinds:
-        here = raw.view(tensor.dtype).reshape(tensor.shape)
-        text = original(here, **options).removesuffix(")")
+    for _, ranks in kinds:
+        with _printing.printoptions(threshold=0) if is_large else contextlib.nullcontext():
+            text = original(shown[ranks[0]], **options).removesuffix(")")
         words = f"device='{tensor.device}'" + _gradient_text(tensor)
         names = "" if len(kinds) == 1 else f", rank={', '.join(map(str, ranks))}"
         texts.append(f"{text}, {words}{names})")
@@ -307,6 +317,44 @@ def _gradient_text(tensor: torch.Tensor) -> str:
     if tensor.grad_fn is not None:
         return f", grad_fn=<{tensor.grad_fn.name().rpartition('::')[2]}>"
     return ", requires_grad=True" * tensor.requires_grad
+
+
+def _corners(tensor: torch.Tensor, edge: int) -> torch.Tensor:
+    """What printing shows of a large tensor, with one element in place of all between."""
+    rows = []
+    for at, size in enumerate(tensor.shape):
+        places = torch.arange(size)
+        if size > 2 * edge:
+            places = torch.cat([torch.arange(edge + 1), torch.arange(size - edge, size)])
+        rows.append(places.view(-1, *[1] * (tensor.dim() - 1 - at)).to(tensor.device))
+    return tensor.detach()[tuple(rows)]
+
+
+_DIGESTED = 1 << 22
+"""How many words of a tensor are mixed at a time: what that takes is a few times as much."""
+_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that is another one on ranks with other bytes, but for one in 2 ** 64 cases.
+
+    It is the sum, modulo 2 ** 64, of the words of eight bytes, each mixed with its place (as
+    SplitMix64 does): all bits of a sum depend on all bits of a word, and the order of adding does
+    not matter.
+    """
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if len(raw) % 8 or raw.storage_offset() % 8:
+        raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8)).clone()
+    total = torch.zeros(1, dtype=torch.int64, device=tensor.device)
+    for begin in range(0, len(raw) // 8, _DIGESTED):
+        words = raw.view(torch.int64)[begin : begin + _DIGESTED]
+        places = torch.arange(begin + 1, begin + 1 + len(words), device=tensor.device)
+        mixed = places.mul_(_GOLDEN).add_(words)
+        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+            above = (mixed >> shift).bitwise_and_((1 << 64 - shift) - 1)
+            mixed = mixed.bitwise_xor_(above).mul_(factor)
+        total += mixed.sum()
+    return total
 
 
 def _forget_closed() -> None:
