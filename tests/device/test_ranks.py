@@ -71,10 +71,10 @@ def pair(sharing) -> Iterator[sky.Compute]:
         yield compute
 
 
-def _mesh_of(compute: sky.Compute) -> tuple[Any, list[psutil.Process]]:
-    """A mesh of two ranks, and their processes."""
+def _mesh_of(compute: sky.Compute, size: int = 2) -> tuple[Any, list[psutil.Process]]:
+    """A mesh of ranks, and their processes, in the order of their nodes."""
     before = {each.pid for each in _device_processes()}
-    mesh: Any = compute.mesh(dp=2)
+    mesh: Any = compute.mesh(dp=size)
     started = [each for each in _device_processes() if each.pid not in before]
     # Those of a node are below its agent.
     agents = [node.host.agent_pid for node in compute._open_fleet.nodes]
@@ -240,6 +240,31 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named_with_its_stacks(
             DeviceError, match=r"is gone: rank 1 \(node 1\) is lost: it did not come"
         ):
             x.cpu()
+
+
+@only_in_all
+def test_ranks_below_ranks_take_part_and_are_named(sharing, eventually) -> None:
+    """Seven processes import torch, and the others wait for one of them: a minute."""
+    options = sky.Options(console=False, collective_timeout=40)
+    with sharing(sky.Compute(worker=sky.Worker(per_node=7), options=options)) as compute:
+        mesh, started = _mesh_of(compute, 7)
+        place = mesh.get_rank()
+        assert mesh.each(place) == list(range(7))
+        large = torch.arange(3_000_000)
+        x = large.to(mesh.device) + place
+        assert torch.equal(x.on(6), large + 6)
+        dist.all_reduce(x, group=mesh.get_group())
+        assert torch.equal(x.cpu(), 7 * large + 21)
+        with pytest.raises(IndexError, match=r"rank 6 \(node 0\): index out of range"):
+            torch.arange(4, device=mesh.device).index_select(0, 9 * (place == 6).view(1)).cpu()
+        steps = torch.where(place == 5, 10**14, 2)
+        y = torch.special.laguerre_polynomial_l(torch.ones(1, device=mesh.device) / 2, steps)
+        dist.all_reduce(y, group=mesh.get_group())
+        with pytest.raises(DeviceError) as caught:
+            y.cpu()
+        absent = re.findall(r"(rank \d \(node 0\)): it did not come", str(caught.value))
+        assert absent == ["rank 5 (node 0)"], str(caught.value)
+        eventually(lambda: not any(each.is_running() for each in started))
 
 
 def test_a_rank_that_is_lost_is_named_and_the_mesh_can_be_made_again(sharing, eventually) -> None:
