@@ -155,8 +155,8 @@ def test_a_node_with_any_rank_has_an_open_device(mesh: Any, four_nodes: sky.Comp
 # Which devices it is of.
 
 
-def _kinds(compute: sky.Compute, size: int, kind: str) -> list[str]:
-    return [kind for _, kind in compute._open_fleet.devices._places(size, kind)]
+def _kinds(compute: sky.Compute, kind: str) -> list[str]:
+    return [kind for _, kind in compute._open_fleet.devices._places(kind)]
 
 
 def test_a_mesh_of_gpus_is_none_of_processors(
@@ -173,13 +173,13 @@ def test_a_mesh_of_gpus_is_none_of_processors(
 def test_all_ranks_of_a_mesh_are_on_gpus_or_on_processors(
     four_nodes: sky.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _kinds(four_nodes, 4, "auto") == ["cpu"] * 4
+    assert _kinds(four_nodes, "auto") == ["cpu"] * 4
     for node in four_nodes._open_fleet.nodes[2:]:
         monkeypatch.setattr(node.host, "accelerators", 2)
-    assert _kinds(four_nodes, 4, "auto") == ["cuda:0", "cuda:1"] * 2
-    assert _kinds(four_nodes, 4, "cpu") == ["cpu"] * 4
+    assert _kinds(four_nodes, "auto") == ["cuda:0", "cuda:1"] * 2
+    assert _kinds(four_nodes, "cpu") == ["cpu"] * 4
     with pytest.raises(ConfigurationError, match="has 4 with GPUs: 2 of its 4 nodes have one"):
-        _kinds(four_nodes, 6, "auto")
+        four_nodes.mesh(dp=6)
 
 
 # Parameters that fully_shard has padded.

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from skyward.calls.device_tensors import Holder
@@ -41,6 +42,18 @@ LAST_SECONDS = 5.0
 POLL_SECONDS = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """The process of a rank of a mesh."""
+
+    first: int
+    """The number of the first rank's process."""
+    node: int
+    name: str
+    """What errors call the rank."""
+    pid: int
+
+
 class PoolDevices:
     """Asks the nodes of a pool for device processes, and keeps the open devices."""
 
@@ -60,8 +73,7 @@ class PoolDevices:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[int, queue.SimpleQueue[DeviceUp | DeviceDown]]] = {}
         self._open: dict[int, tuple[int, set[str], Device]] = {}
-        self._ranks: dict[int, tuple[int, int, str, int]] = {}
-        """The processes of meshes: the first one's number, the node, the rank's name, the pid."""
+        self._ranks: dict[int, RankProcess] = {}
         self._lost: list[tuple[int, set[str], int]] = []
         """The node, kinds and index of lost devices whose tensors a checkpoint has."""
         self._kept: set[int] = set()
@@ -206,7 +218,7 @@ class PoolDevices:
     ) -> dict[tuple[int, int], int] | None:
         """The rank that each worker has in a mesh; None if the device is no mesh of this pool."""
         first = next((n for n, (_, _, each) in self._open.items() if each.index == index), None)
-        nodes = [at for of, at, _, _ in list(self._ranks.values()) if of == first]
+        nodes = [each.node for each in list(self._ranks.values()) if each.first == first]
         if not nodes:
             return None
         ranks = {(node, nodes[:rank].count(node)): rank for rank, node in enumerate(nodes)}
@@ -264,7 +276,7 @@ class PoolDevices:
     def has_open(self, node: int) -> bool:
         """Whether a device of that node is open, or a rank of a mesh is on it."""
         there = [at for at, _, _ in list(self._open.values())]
-        return node in there or any(at == node for _, at, _ in list(self._ranks.values()))
+        return node in there or any(each.node == node for each in list(self._ranks.values()))
 
     def _find(self, node: int, kind: str, *, asked: str = "") -> int | None:
         for at, kinds, device in list(self._open.values()):
@@ -385,7 +397,7 @@ class PoolDevices:
             world = f"sky-{self._id}-{numbers[0]}"
             names = [f"rank {rank} (node {node})" for rank, node in enumerate(nodes)]
             for up, node, name in zip(ups, nodes, names, strict=True):
-                self._ranks[up.number] = (numbers[0], node, name, up.pid)
+                self._ranks[up.number] = RankProcess(numbers[0], node, name, up.pid)
             try:
                 found = [
                     self._locate(node, up.endpoint) for node, up in zip(nodes, ups, strict=True)
@@ -455,26 +467,26 @@ class PoolDevices:
     def _find_ranks(self, first: int, text: str) -> str:
         """Where the ranks are that an error says have not come; their mesh ends."""
         absent = {
-            number: (node, name, pid)
-            for number, (of, node, name, pid) in list(self._ranks.items())
-            if of == first and f"{name}: {ABSENT}" in text
+            number: rank
+            for number, rank in list(self._ranks.items())
+            if rank.first == first and f"{rank.name}: {ABSENT}" in text
         }
-        nodes = sorted({node for node, _, _ in absent.values()})
+        nodes = sorted({rank.node for rank in absent.values()})
         found = read_stacks(nodes, self._roster.service)
         lines = []
-        for node, name, pid in absent.values():
+        for rank in absent.values():
             # The process, or that the agent of its node does not answer.
-            here = [each for each in found if each.node == node and each.pid in (pid, 0)]
-            lines += [f"{name}: {each.text(everything=True)}" for each in here]
+            here = [each for each in found if each.node == rank.node and each.pid in (rank.pid, 0)]
+            lines += [f"{rank.name}: {each.text(everything=True)}" for each in here]
         self._lose(list(absent), ABSENT)
         return "".join(f"\n{line}" for line in lines)
 
     def _end_ranks(self, first: int) -> None:
         """End the processes of a mesh, if the device is one."""
-        for number, (of, node, _, _) in list(self._ranks.items()):
-            if of == first and self._ranks.pop(number, None) is not None:
+        for number, rank in list(self._ranks.items()):
+            if rank.first == first and self._ranks.pop(number, None) is not None:
                 with contextlib.suppress(SkywardError):
-                    self._tell(node, CloseDevice(number))
+                    self._tell(rank.node, CloseDevice(number))
 
     def heard(self, message: DeviceUp | DeviceDown) -> None:
         """Take an agent's message that a device process listens, or has ended."""
@@ -490,7 +502,7 @@ class PoolDevices:
             if at == node:
                 answers.put(DeviceDown(number, why))
         there = {n for n, (at, _, _) in list(self._open.items()) if at == node}
-        there |= {n for n, (_, at, _, _) in list(self._ranks.items()) if at == node}
+        there |= {n for n, rank in list(self._ranks.items()) if rank.node == node}
         self._lose(sorted(there), why)
 
     def _given_up(self, node: int, number: int, why: str) -> None:
@@ -501,8 +513,9 @@ class PoolDevices:
 
     def _lose(self, numbers: list[int], why: str) -> None:
         def take(each: int) -> tuple[int, str, tuple[int, set[str], Device] | None]:
-            number, _, name, _ = self._ranks.get(each, (each, 0, "", 0))
-            return number, name, self._open.pop(number, None)
+            rank = self._ranks.get(each)
+            number = each if rank is None else rank.first
+            return number, "" if rank is None else rank.name, self._open.pop(number, None)
 
         def lose() -> None:
             for each in numbers:
@@ -584,7 +597,7 @@ class PoolDevices:
         for number, (_, answers) in list(self._waiting.items()):
             answers.put(DeviceDown(number, why))
         # First the meshes: the ranks of one may still meet, under the lock.
-        ended = self._end({first for first, _, _, _ in list(self._ranks.values())}, why)
+        ended = self._end({rank.first for rank in list(self._ranks.values())}, why)
         with self._lock:
             ended += self._end(list(self._open), why)
         if self._lost:
