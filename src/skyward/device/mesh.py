@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import _tensor_str
-from torch.distributed import distributed_c10d
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from skyward.device.core import core
@@ -58,6 +59,8 @@ class Mesh(DeviceMesh):
 
     device: torch.device
     """The torch device of all ranks: a tensor on it exists once on each."""
+    _prefix = ""
+    """Of a mesh that is no slice: the name of the group of all ranks."""
 
     def __init__(self, index: int, sizes: Mapping[str, int], world: str) -> None:
         _forget_closed()
@@ -104,8 +107,9 @@ class Mesh(DeviceMesh):
     @property
     def world(self) -> RankGroup:
         """The process group of all ranks."""
-        found: RankGroup = _c10d._resolve_process_group(self.root._prefix)
-        return found
+        root = self.root
+        found: Any = root._pg_registry[root._prefix]
+        return found  # type: ignore[no-any-return]
 
     def make_groups(self, layout: Any, names: Sequence[str] | None) -> list[str]:
         """Make a process group for each dimension of a layout; their names."""
@@ -274,6 +278,9 @@ def on(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     >>> loss.on(1)
     tensor(2.28)
     """
+    if _functional_collectives._are_we_tracing():
+        # As `item` does, it ends a compiled graph: here PyTorch traces no function of ours.
+        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
     mesh = mesh_of(_local(tensor))
     if mesh is None:
         raise ConfigurationError(

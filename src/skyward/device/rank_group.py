@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._guards import detect_fake_mode
+from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import ReduceOp
 
 from skyward.errors import ConfigurationError
@@ -93,24 +93,26 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     def rank(self) -> Any:
         """The place of each rank in its group, as a tensor that the caller may write to."""
+        if _functional_collectives._are_we_tracing():
+            return self.place
         return 0 if threading.get_ident() in self._one_in else self.place.clone()
 
     @property
     def place(self) -> torch.Tensor:
         """The place of each rank in its group: to be read alone, for all have this tensor."""
-        if self._place is not None and detect_fake_mode() is None:
-            return self._place
-        # Other code than this one's will use it, with gradients too.
-        with torch.inference_mode(False):
-            # A collective that gives each rank another part of the same row.
-            row = torch.arange(self._size, device=self.device)
-            ops = torch.ops._c10d_functional
-            part = ops.reduce_scatter_tensor(row, "max", self._size, self.name)
-            place: torch.Tensor = ops.wait_tensor(part).squeeze(0)
-        # What is traced has no values.
-        if detect_fake_mode() is None:
-            self._place = place
-        return place
+        if _functional_collectives._are_we_tracing():
+            # In a graph it is a number no more than a tensor of the call that is traced.
+            place: torch.Tensor = torch.ops.skyward.place(self.name, self.device)
+            return place
+        if self._place is None:
+            # Other code than this one's will use it, with gradients too.
+            with torch.inference_mode(False):
+                # A collective that gives each rank another part of the same row.
+                row = torch.arange(self._size, device=self.device)
+                ops = torch.ops._c10d_functional
+                part = ops.reduce_scatter_tensor(row, "max", self._size, self.name)
+                self._place = ops.wait_tensor(part).squeeze(0)
+        return self._place
 
     def __repr__(self) -> str:
         return f"<RankGroup {self.name} of {self._size}>"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from skyward.device.mesh import Mesh
 
@@ -49,9 +49,11 @@ def _shards(spec: Any) -> dict[tuple[int, ...], Shard]:
     rows = [range(size if dim in _sharded(spec) else 1) for dim, size in enumerate(sizes)]
     found: dict[tuple[int, ...], Shard] = {}
     for place in itertools.product(*rows):
-        size, start = _compute_local_shape_and_global_offset(
-            spec.shape, sizes, list(place), placements
-        )
+        # It reckons with tensors, which have no values in what is traced.
+        with _disable_current_modes():
+            size, start = _compute_local_shape_and_global_offset(
+                spec.shape, sizes, list(place), placements
+            )
         found.setdefault(tuple(start), Shard(tuple(start), tuple(size), place))
     return found
 

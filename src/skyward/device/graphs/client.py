@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import sys
 import time
 import warnings
 import weakref
@@ -26,6 +27,7 @@ from skyward.device.graphs.text import (
     Symbol,
     Writer,
     name_of,
+    object_of,
     shipping_library,
 )
 from skyward.device.library import Core
@@ -110,6 +112,7 @@ class _Shipped:
         shape = _Shape(writer, graph, inputs)
         self._read, self._written, self._numbers = shape.read, shape.written, shape.numbers
         self._places, self.sizes = shape.places, shape.sizes
+        self._objects = list(shape.objects.items())
         cudagraphs = options.get("cudagraphs")
         self.generation = _generations() if cudagraphs else int
         message = ShippedGraph(
@@ -154,7 +157,7 @@ class _Shipped:
             self._dropping.detach()  # the worker that had the graph is gone
         self._dropping = weakref.finalize(self, _drop, self.token, self.number)
         self._dropping.atexit = False
-        answer = msgspec.msgpack.decode(bytes(self.token.cpu().tolist()), type=Compiled)
+        answer = _agreed(self.token)
         _log.info(
             "graph %d (%s, %d bytes): %.1f s on the worker of %s%s",
             self.number,
@@ -222,7 +225,26 @@ class _Shipped:
         )
         found = [*made, *inputs, *self.sizes(numbers)]
         inputs.clear()
-        return [None if at is None else found[at] for at in self._places]
+        results = [None if at is None else found[at] for at in self._places]
+        for at, each in self._objects:
+            results[at] = each
+        return results
+
+
+def _agreed(token: Any) -> Compiled:
+    """What the worker made of a graph, or the workers of a mesh.
+
+    Some of these may have found the code that another has just put into a cache of all.
+    """
+    mesh: Any = sys.modules.get("skyward.device.mesh")
+    mesh = mesh and mesh.mesh_of(token)
+    tokens = mesh.each(token) if mesh else [token.cpu()]
+    answers = [msgspec.msgpack.decode(bytes(each.tolist()), type=Compiled) for each in tokens]
+    return Compiled(
+        answers[0].strides,
+        all(answer.was_cached for answer in answers),
+        next((answer.instead for answer in answers if answer.instead), ""),
+    )
 
 
 def _drop(token: Any, number: int) -> None:
@@ -247,6 +269,8 @@ class _Shape:
         self.numbers: list[int] = []
         self.inputs: list[GraphNode] = []
         for at, (place, value) in enumerate(zip(places, inputs, strict=True)):
+            if object_of(graph, place) is not None:
+                continue
             content = writer.input(value)
             if isinstance(content, NumberInput):
                 self.numbers.append(at)
@@ -261,7 +285,7 @@ class _Shape:
                 (self.written if is_changed else self.read).append(at)
             self.inputs.append(GraphNode("input", place.name, content=content))
         sent = [*self.read, *self.written, *self.numbers]
-        self.order = [sent.index(at) for at in range(len(places))]
+        self.order = [sent.index(at) for at in sorted(sent)]
         self.names = [place.name for place in places]
         self.dense = [_is_dense(value) for value in inputs]
         self.given = [inputs[at] for at in self.numbers]
@@ -275,8 +299,17 @@ class _Shape:
         output = next(node for node in graph.graph.nodes if node.op == "output")
         results = list(output.args[0])
         self.result_names = [getattr(result, "name", None) for result in results]
+        objects = {at: object_of(graph, result) for at, result in enumerate(results)}
+        self.objects = {at: each for at, each in objects.items() if each is not None}
+        """Results that are the same in each call."""
         self.visible = output.meta.get("user_visible_output_idxs", ())
-        self.output = GraphNode("output", "output", args=writer.value(tuple(results)))
+        self.output = GraphNode(
+            "output",
+            "output",
+            args=writer.value(
+                tuple(None if at in self.objects else result for at, result in enumerate(results))
+            ),
+        )
         tensors = [node for node in results if _is_tensor(node) and node not in inputs]
         distinct = {node.name: node for node in tensors}
         self.outputs = list(distinct)
@@ -285,8 +318,8 @@ class _Shape:
         """Where the tensors that come back are among all results."""
         self.places: list[int | None] = []
         """For each result, where it is among the tensors that come back, the inputs, the sizes."""
-        for result in results:
-            if result is None:
+        for at, result in enumerate(results):
+            if result is None or at in self.objects:
                 self.places.append(None)
             elif result in inputs:
                 self.places.append(len(self.outputs) + inputs.index(result))
@@ -394,7 +427,8 @@ def _libraries(graph: Any) -> dict[str, tuple[str, ...]]:
     """The modules that register the operators of other libraries in the graph."""
     import torch
 
-    called = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    called = {node.target for node in nodes if object_of(graph, node) is None}
     names = {name_of(each) for each in called if isinstance(each, torch._ops.OpOverload)}
     return {
         name: operators.modules_of(name.partition(".")[0])

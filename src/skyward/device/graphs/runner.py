@@ -31,7 +31,7 @@ def install(device: str) -> Programs:
     """Have this process carry out the operations of graphs, for the device that it serves."""
     programs = Programs(device)
     library = shipping_library()
-    for name in ("ship", "run", "drop"):
+    for name in ("ship", "run", "drop", "place"):
         library.impl(name, getattr(programs, name), "CompositeExplicitAutograd")
     return programs
 
@@ -71,6 +71,14 @@ class Programs:
     ) -> list[Any]:
         """Run a graph."""
         return self._programs[number](generation, [*read, *written, *numbers])
+
+    def place(self, group: str, device: Any) -> Any:
+        """This rank's place in a process group of its mesh."""
+        import torch
+        from torch.distributed import distributed_c10d
+
+        c10d: Any = distributed_c10d
+        return torch.tensor(c10d._resolve_process_group(group).rank(), device=device)
 
     def forget(self) -> None:
         """Forget all graphs: the client has left, and the next one has its own."""

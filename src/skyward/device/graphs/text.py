@@ -45,6 +45,9 @@ SCHEMAS = (
     # Only on the client: tells its core what `run` will return for these numbers, so that nobody
     # asks the worker. `results` have no memory; without them, the graph is gone.
     "promise(Tensor[]? results, int graph, int[] numbers) -> ()",
+    # The place of each rank in a process group of a mesh: within a graph, where no number may
+    # stand for it.
+    "place(str group, Device device) -> Tensor",
 )
 """The operations by which a client ships graphs and runs them: both ends know them by name.
 
@@ -205,7 +208,7 @@ class Writer:
         return [
             self._node(graph, node)
             for node in graph.graph.nodes
-            if node.op not in ("placeholder", "output")
+            if node.op not in ("placeholder", "output") and object_of(graph, node) is None
         ]
 
     def value(self, value: Any) -> Any:
@@ -215,6 +218,8 @@ class Writer:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, torch.fx.Node):
+            if (found := object_of(value.graph.owning_module, value)) is not None:
+                raise CannotShipError(f"an operation that takes a {type(found).__name__}")
             return NodeValue(value.name)
         if isinstance(value, list | tuple):
             items = [self.value(item) for item in value]
@@ -287,6 +292,19 @@ class Writer:
         ]
         result = next(n for n in graph.graph.nodes if n.op == "output").args[0]
         return [*inputs, *self.nodes(graph), GraphNode("output", "output", args=self.value(result))]
+
+
+def object_of(graph: Any, node: Any) -> Any:
+    """The mesh or the process group that a node stands for, if it does: none of them travels.
+
+    What a graph takes from one, such as the name of a group, is written into it.
+    """
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    value = getattr(node, "meta", {}).get("val")
+    if value is None and getattr(node, "op", "") == "get_attr":
+        value = operator.attrgetter(node.target)(graph)
+    return value.real_obj if isinstance(value, FakeScriptObject) else None
 
 
 def _size(size: Any) -> int | str:
@@ -447,4 +465,9 @@ def shipping_library() -> Any:
         name = schema.partition("(")[0]
         made.impl(name, torch.library.fallthrough_kernel, "Autograd")
         made.impl(name, torch.library.fallthrough_kernel, "ADInplaceOrView")
+
+    def place(group: str, device: torch.device) -> torch.Tensor:
+        return torch.empty((), dtype=torch.int64, device=device)
+
+    torch.library.register_fake(f"{NAMESPACE}::place", place, lib=made)
     return made

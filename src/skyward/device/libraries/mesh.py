@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import warnings
@@ -250,6 +249,73 @@ def _device_mesh(module: ModuleType) -> None:
     module.DeviceMesh._init_process_groups = init_groups(plain)
 
 
+def _untraced(function: Callable[..., Any]) -> Any:
+    """A function that torch.compile calls, and does not look into."""
+    import torch
+
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+
+def _traced() -> None:
+    """Tell torch.compile what of a mesh and of its groups it may trace, and what it must not.
+
+    PyTorch writes a rank into the graph as the number that it is. Here it is another one on each
+    rank: an operation of the graph gives it.
+    """
+    import torch
+    from torch._library import opaque_object
+    from torch.distributed.device_mesh import DeviceMesh, _register_distributed_opaque_types
+
+    from skyward.device.graphs.text import shipping_library
+    from skyward.device.mesh import Mesh
+    from skyward.device.rank_group import RankGroup
+
+    _c10d: Any = torch.distributed.distributed_c10d
+    opaque: Any = opaque_object
+
+    def place(group: str, device: torch.device) -> torch.Tensor:
+        # A graph that runs operation by operation, or one of another compiler.
+        return _c10d._resolve_process_group(group).place.clone()  # type: ignore[no-any-return]
+
+    def register(of: Any, base: Any, names: Callable[[Any], Any], read: str, traced: str) -> None:
+        """Of an object, `read` is written into a graph, `traced` becomes operations of it, and all
+        other functions end it. `names` are those of the groups, which a graph has in it.
+        """
+        theirs = opaque.get_opaque_obj_info(base)
+        apart = {name for name, each in vars(of).items() if name[0] != "_" and callable(each)}
+        apart -= {*read.split(), *traced.split()}
+        for name in apart:
+            setattr(of, name, _untraced(vars(of)[name]))
+        opaque.register_opaque_type(
+            of,
+            typ="reference",
+            reconstruct_fn=theirs.reconstruct_fn,
+            guard_fn=lambda it: [*(theirs.guard_fn(it) if theirs.guard_fn else ()), names(it)],
+            members={
+                **theirs.members,
+                **dict.fromkeys(read.split(), opaque.MemberType.USE_REAL),
+                **dict.fromkeys((*apart, *traced.split()), opaque.MemberType.INLINED),
+            },
+        )
+
+    shipping_library().impl("place", place, "CompositeExplicitAutograd")
+    _register_distributed_opaque_types()  # type: ignore[no-untyped-call]
+    register(
+        Mesh,
+        DeviceMesh,
+        lambda mesh: mesh._dim_group_names,
+        read="device _prefix",
+        traced="get_rank get_local_rank get_coordinate _sym_get_coordinate root world",
+    )
+    register(
+        RankGroup,
+        torch.distributed.ProcessGroup,
+        lambda group: group.name,
+        read="name device size group_name group_desc getBackendName",
+        traced="rank place",
+    )
+
+
 def _dtensors(module: Any) -> None:
     """Where a tensor goes to the device of its mesh, which PyTorch names by its type alone."""
     import torch
@@ -259,7 +325,8 @@ def _dtensors(module: Any) -> None:
     def there(original: Callable[..., Any]) -> Callable[..., Any]:
         def on_its_mesh(*args: Any, **kwargs: Any) -> Any:
             own = next((x for x in (*args, *kwargs.values()) if isinstance(x, mesh.Mesh)), None)
-            if own is None:
+            # What is traced by torch.compile is on its mesh, or it stays a part of no graph.
+            if own is None or torch.compiler.is_dynamo_compiling():
                 return original(*args, **kwargs)
             with torch.sky.device(own.device):  # type: ignore[attr-defined]
                 return original(*args, **kwargs)
@@ -358,13 +425,30 @@ def _placements(module: Any) -> None:
 
         return on_each_rank
 
+    def exchange(original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_each_rank(
+            input: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int
+        ) -> Any:
+            from torch.distributed import _functional_collectives
+
+            # PyTorch's kernel that tells its shape asks for the rank of this process.
+            if mesh.device_type != "sky" or not _functional_collectives._are_we_tracing():
+                return original(input, gather_dim, shard_dim, mesh, mesh_dim)
+            parts = torch.stack(input.chunk(mesh.size(mesh_dim), shard_dim))
+            group = mesh.get_group(mesh_dim)
+            parts = _functional_collectives.all_to_all_single(parts, None, None, group)
+            return torch.cat(parts.unbind(), gather_dim)
+
+        return on_each_rank
+
     wrap(module.Shard, "_select_split_tensor", select_part)
     wrap(module.Shard, "_maybe_unpad_tensor_with_sizes", unpad)
     wrap(module.Shard, "local_shard_size_and_offset", size_and_offset)
     wrap(module._StridedShard, "_select_split_tensor", select_part)
     wrap(module._StridedShard, "_select_shard", select)
-    # It was imported there from the module that has it.
+    # They were imported there from the module that has them.
     module.mesh_scatter = scatter(module.mesh_scatter)
+    module.shard_dim_alltoall = exchange(module.shard_dim_alltoall)
 
 
 def _schemas(module: Any) -> None:
@@ -449,11 +533,7 @@ def _random(module: Any) -> None:
         def on_each_rank(self: Any, spec: Any, generator: Any = None) -> Any:
             if not isinstance(spec.mesh, Mesh):
                 return original(self, spec, generator)
-            from torch._guards import detect_fake_mode
-
-            # What is traced has no places yet.
-            is_real = detect_fake_mode() is None
-            return sharded.WholeDraws(spec, generator) if is_real else contextlib.nullcontext()
+            return sharded.WholeDraws(spec, generator)
 
         return on_each_rank
 
@@ -613,11 +693,15 @@ def install() -> None:
             f"mesh(): it needs torch 2.13, and this is {torch.__version__}, whose DTensor reckons "
             "with one rank in a process; install a newer one"
         )
-    torch.Tensor.on = mesh.on  # type: ignore[attr-defined]
+    _traced()
+    torch.Tensor.on = _untraced(mesh.on)  # type: ignore[attr-defined]
     Patches(PATCHES | mesh_checkpoints.PATCHES).install(everywhere=True)
     original = torch._tensor_str._str
 
     def text(self: torch.Tensor, **options: Any) -> str:
+        # While it is traced, a tensor has no values.
+        if torch.distributed._functional_collectives._are_we_tracing():
+            return str(original(self, **options))  # type: ignore[no-untyped-call]
         return mesh.text_of(self, original, **options)
 
     torch._tensor_str._str = text
