@@ -361,6 +361,14 @@ def test_operations_of_dtensors_equal_those_of_whole_tensors(mesh: Any) -> None:
         torch.testing.assert_close(f(x).full_tensor().detach().cpu(), f(a))
 
 
+def test_a_view_that_joins_dimensions_keeps_the_shards(mesh: Any) -> None:
+    whole = torch.arange(48.0).view(2, 8, 3)
+    joined = distribute_tensor(whole, mesh["tp"], [Shard(1)]).flatten(0, 1)
+    assert torch.equal(mesh.on(joined, 1), whole[:, 4:].flatten(0, 1))
+    assert torch.equal(joined.full_tensor().cpu(), whole.flatten(0, 1))
+    assert torch.equal((joined * 2).sum(0).full_tensor().cpu(), 2 * whole.sum((0, 1)))
+
+
 def test_a_sharded_embedding_looks_up_its_own_words(mesh: Any) -> None:
     words, weight = torch.randint(0, 16, (3, 5)), torch.randn(16, 4)
     found = nn.functional.embedding(

@@ -29,15 +29,19 @@ def _check_even(size: Any, parts: int) -> None:
         )
 
 
-def _chosen(shards: list[Any], place: Any) -> Any:
+def _even(shards: list[Any]) -> Any:
     import torch
-
-    from skyward.device.rank_group import choose
 
     for shard in shards:
         if shard.shape != shards[0].shape:
             _check_even(sum(each.shape[0] for each in shards), len(shards))
-    return choose(torch.stack(list(shards)), place)
+    return torch.stack(list(shards))
+
+
+def _chosen(shards: list[Any], place: Any) -> Any:
+    from skyward.device.rank_group import choose
+
+    return choose(_even(shards), place)
 
 
 def _check_no_mesh(what: str) -> None:
@@ -342,6 +346,8 @@ def _dtensors(module: Any) -> None:
 def _offsets(module: Any) -> None:
     """Where the part of each rank begins in the whole tensor: a tensor on the mesh."""
     import torch
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.distributed.tensor.placement_types import _StridedShardOffsetMode as Offsets
 
     def size_and_offsets(original: Callable[..., Any]) -> Callable[..., Any]:
         def on_each_rank(
@@ -349,8 +355,11 @@ def _offsets(module: Any) -> None:
         ) -> Any:
             if not _is_place(rank) or any(args[1:]):
                 return original(size, parts, rank, placement, before, *args)
-            own, begin = placement._local_shard_size_and_offset(size, parts, rank)
-            at = torch.arange(own, device=rank.device) + begin
+            if isinstance(placement, _StridedShard):
+                own, at = placement._local_shard_size_and_offset(size, parts, rank, Offsets.ALL)
+            else:
+                own, begin = placement._local_shard_size_and_offset(size, parts, rank)
+                at = torch.arange(own, device=rank.device) + begin
             return own, at if before is None else before[at]
 
         return on_each_rank
@@ -364,6 +373,8 @@ def _offsets(module: Any) -> None:
 
 def _placements(module: Any) -> None:
     import torch
+
+    from skyward.device.rank_group import choose
 
     def select_part(original: Callable[..., Any]) -> Callable[..., Any]:
         def on_each_rank(
@@ -403,6 +414,24 @@ def _placements(module: Any) -> None:
             if _is_place(rank):
                 _check_even(curr_local_size, num_chunks)
             return original(curr_local_size, num_chunks, rank)
+
+        return on_each_rank
+
+    def strided_size_and_offsets(original: Callable[..., Any]) -> Callable[..., Any]:
+        offsets = module._StridedShardOffsetMode
+
+        def on_each_rank(
+            self: Any, size: Any, num_chunks: int, rank: Any, offset_mode: Any = offsets.FIRST
+        ) -> Any:
+            if not _is_place(rank):
+                return original(self, size, num_chunks, rank, offset_mode)
+            row = torch.arange(size).view([1] * self.dim + [size])
+            shards, _ = self._split_tensor(row, num_chunks, with_padding=False, contiguous=False)
+            rows = _even([shard.view(-1) for shard in shards])
+            if offset_mode is offsets.NONE:
+                return rows.shape[1], None
+            at = choose(rows.to(rank.device), rank)
+            return len(at), at if offset_mode is offsets.ALL else at[0]
 
         return on_each_rank
 
@@ -446,6 +475,7 @@ def _placements(module: Any) -> None:
     wrap(module.Shard, "local_shard_size_and_offset", size_and_offset)
     wrap(module._StridedShard, "_select_split_tensor", select_part)
     wrap(module._StridedShard, "_select_shard", select)
+    wrap(module._StridedShard, "local_shard_size_and_offset", strided_size_and_offsets)
     # They were imported there from the module that has them.
     module.mesh_scatter = scatter(module.mesh_scatter)
     module.shard_dim_alltoall = exchange(module.shard_dim_alltoall)
