@@ -560,6 +560,19 @@ def _over_all(mesh: Any, tensor: torch.Tensor) -> torch.Tensor:
     return rows.index_select(0, mesh.get_rank().view(1)).squeeze(0)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_fused_step_takes_a_learning_rate_that_is_a_tensor(mesh: Any, kind: Any) -> None:
+    weights = []
+    for is_fused in (True, False):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh["tp"])
+        optimizer = kind(model.parameters(), lr=torch.tensor(0.1), fused=is_fused)
+        model(torch.ones(2, 4, device=mesh.device)).sum().backward()
+        optimizer.step()
+        weights.append(_whole(model.weight))
+    torch.testing.assert_close(*weights)
+
+
 def test_fully_shard_has_a_part_of_each_parameter_on_each_rank(mesh: Any) -> None:
     model = Net()
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

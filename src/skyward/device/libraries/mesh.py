@@ -481,6 +481,16 @@ def _placements(module: Any) -> None:
     module.shard_dim_alltoall = exchange(module.shard_dim_alltoall)
 
 
+def _steps(module: ModuleType) -> None:
+    import torch
+
+    # They return nothing. Where PyTorch does not know that, it runs one on zeros to find out.
+    steps: list[Any] = [torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_]
+    for step in (each.tensor_lr for each in steps):
+        if not step.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
+            torch.library.impl(step.name(), "Meta", lambda *args, **kwargs: None)
+
+
 def _schemas(module: Any) -> None:
     import torch
 
@@ -704,6 +714,7 @@ PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "torch.distributed.tensor._op_schema": _schemas,
     "torch.distributed.tensor._ops.utils": _shardable,
     "torch.distributed.tensor._ops._math_ops": _reductions,
+    "torch.distributed.tensor._sharding_prop": _steps,
     "torch.distributed.tensor._random": _random,
     "torch.distributed.fsdp._fully_shard._fsdp_init": _sharding,
     "torch.distributed.fsdp._fully_shard._fsdp_param": _sharded_parameters,
