@@ -24,6 +24,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
     zeros,
 )
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -367,6 +368,12 @@ def test_a_view_that_joins_dimensions_keeps_the_shards(mesh: Any) -> None:
     assert torch.equal(mesh.on(joined, 1), whole[:, 4:].flatten(0, 1))
     assert torch.equal(joined.full_tensor().cpu(), whole.flatten(0, 1))
     assert torch.equal((joined * 2).sum(0).full_tensor().cpu(), 2 * whole.sum((0, 1)))
+
+
+def test_a_dimension_of_nothing_is_sharded(mesh: Any) -> None:
+    nothing = distribute_tensor(torch.empty(0, 3), mesh["tp"], [Shard(0)])
+    assert nothing.full_tensor().shape == (0, 3)
+    assert compute_local_shape_and_global_offset((0, 3), mesh["tp"], [Shard(0)]) == ((0, 3), (0, 0))
 
 
 def test_a_sharded_embedding_looks_up_its_own_words(mesh: Any) -> None:

@@ -351,15 +351,17 @@ def _offsets(module: Any) -> None:
 
     def size_and_offsets(original: Callable[..., Any]) -> Callable[..., Any]:
         def on_each_rank(
-            size: Any, parts: int, rank: Any, placement: Any, before: Any, *args: Any
+            size: Any, parts: int, rank: Any, placement: Any, before: Any, end: int, skips: bool
         ) -> Any:
-            if not _is_place(rank) or any(args[1:]):
-                return original(size, parts, rank, placement, before, *args)
+            if not _is_place(rank) or skips:
+                return original(size, parts, rank, placement, before, end, skips)
             if isinstance(placement, _StridedShard):
                 own, at = placement._local_shard_size_and_offset(size, parts, rank, Offsets.ALL)
             else:
                 own, begin = placement._local_shard_size_and_offset(size, parts, rank)
                 at = torch.arange(own, device=rank.device) + begin
+            if not own:
+                return own, torch.tensor([end], device=rank.device)
             return own, at if before is None else before[at]
 
         return on_each_rank
