@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import skyward as sky
 from skyward.errors import ConfigurationError, DeviceError, NoDeviceError
@@ -409,6 +410,9 @@ def test_a_dtensor_has_equal_parts(mesh: Any) -> None:
     ):
         with pytest.raises(ConfigurationError, match=said):
             make()
+    with pytest.raises(ConfigurationError, match=r"shards of \[4, 2\] and of \[0, 2\].*pad the"):
+        whole = distribute_tensor(torch.ones(4, 2), mesh["tp"], [Replicate()])
+        whole.redistribute(placements=[_StridedShard(0, split_factor=4)])
 
 
 # Models.

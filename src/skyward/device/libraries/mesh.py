@@ -35,6 +35,11 @@ def _even(shards: list[Any]) -> Any:
     for shard in shards:
         if shard.shape != shards[0].shape:
             _check_even(sum(each.shape[0] for each in shards), len(shards))
+            raise ConfigurationError(
+                f"shards of {list(shards[0].shape)} and of {list(shard.shape)}: the tensors of a "
+                "mesh have the same layout on each rank; pad the whole until they are alike, or "
+                "leave it whole: Replicate()"
+            )
     return torch.stack(list(shards))
 
 
