@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import skyward as sky
 from skyward.errors import ConfigurationError, DeviceError, NoDeviceError
@@ -375,6 +376,13 @@ def test_a_dimension_of_nothing_is_sharded(mesh: Any) -> None:
     nothing = distribute_tensor(torch.empty(0, 3), mesh["tp"], [Shard(0)])
     assert nothing.full_tensor().shape == (0, 3)
     assert compute_local_shape_and_global_offset((0, 3), mesh["tp"], [Shard(0)]) == ((0, 3), (0, 0))
+
+
+def test_a_tensor_that_wraps_others_is_sharded(mesh: Any) -> None:
+    whole = torch.arange(4.0)
+    pair = TwoTensor(whole.to(mesh.device), (whole + 4).to(mesh.device))
+    own = distribute_tensor(pair, mesh["tp"], [Shard(0)]).to_local()
+    assert [mesh.on(each, 1).tolist() for each in (own.a, own.b)] == [[2.0, 3.0], [6.0, 7.0]]
 
 
 def test_a_sharded_embedding_looks_up_its_own_words(mesh: Any) -> None:

@@ -334,7 +334,9 @@ class Collective(_Work):  # type: ignore[misc]
             for there, target in () if self._over else self._pairs:
                 if not self._is_done:
                     torch.ops._c10d_functional.wait_tensor(there)
-                if there.data_ptr() != target.data_ptr() or there.device != target.device:
+                at = there.data_ptr()
+                # All that wrap other tensors are at 0.
+                if not at or at != target.data_ptr() or there.device != target.device:
                     target.detach().copy_(there.view_as(target))
         self._over = True
         self._pairs = []
