@@ -28,7 +28,7 @@ class DeviceError(SkywardError, RuntimeError):
     """
 
     _told: ClassVar[re.Pattern[str]] = re.compile(
-        r"sky:(\d+) (?:\([^)]*\) )?(is gone|waits in vain): "
+        r"sky:(\d+) (?:\([^)]*\) )?(is gone|misses ranks): "
     )
     _explain: ClassVar[dict[str, Callable[[int, str], str]]] = {}
     _explained: ClassVar[dict[tuple[int, str], str]] = {}
@@ -48,7 +48,7 @@ class DeviceError(SkywardError, RuntimeError):
     def explain_with(cls, what: str, explain: Callable[[int, str], str]) -> None:
         """Add to errors of a device what this function says to its index and the error's text.
 
-        `what` is "is gone", or "waits in vain" for a mesh with ranks that do not come.
+        `what` is "is gone", or "misses ranks" for a mesh with ranks that do not come.
         """
         cls._explain[what] = explain
 

@@ -234,7 +234,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named_with_its_stacks(
         x = _sum_without(mesh, 1)
         began = time.monotonic()
         said = (
-            r"sky:0 waits in vain: rank 0 \(node 0\): (.|\n)*"
+            r"sky:0 misses ranks: rank 0 \(node 0\): (.|\n)*"
             r"rank 1 \(node 1\): it did not come to where the others are\n"
             rf"rank 1 \(node 1\): node 1 device cpu \(pid {started[1].pid}\):\n"
             r"(.|\n)*, in _serve\n"

@@ -24,7 +24,7 @@ def core() -> Core:
     with _lock:
         if _core is None:
             made = Core()
-            recovery.explain_losses(made)
+            recovery.explain_errors(made)
             module.install(made)
             made.register()
             _patch_libraries(made)

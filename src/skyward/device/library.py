@@ -161,7 +161,7 @@ class Core:
         self._places: dict[int, str] = {}
         self._meshes: set[int] = set()
         """The devices whose operations are carried out by several ranks."""
-        self._find_ranks: dict[int, Callable[[str], str]] = {}
+        self._explain_absent: dict[int, Callable[[str], str]] = {}
         self._serials: dict[int, int] = {}
         self._properties: dict[int, DeviceProperties] = {}
         self.openings = [0] * DEVICES_MAX
@@ -220,14 +220,14 @@ class Core:
         """Make process groups of a mesh's ranks: for each name, the ranks of every group of it."""
         self._call("sky_make_groups", index, msgspec.json.encode(Groups(ranks)))
 
-    def find_ranks_with(self, index: int, find: Callable[[str], str]) -> None:
+    def explain_absent_with(self, index: int, explain: Callable[[str], str]) -> None:
         """Have errors of a mesh whose ranks do not come end with what this says to their text."""
-        self._find_ranks[index] = find
+        self._explain_absent[index] = explain
 
-    def where_ranks_stand(self, index: int, text: str) -> str:
-        """Where the ranks of a mesh are that an error says have not come."""
-        find = self._find_ranks.get(index)
-        return find(text) if find is not None else ""
+    def explain_absent(self, index: int, text: str) -> str:
+        """What there is to say of the ranks that an error says have not come."""
+        explain = self._explain_absent.get(index)
+        return explain(text) if explain is not None else ""
 
     def _note(self, index: int, process: DeviceProcess) -> None:
         self._properties[index] = DeviceProperties(**process.properties)
@@ -241,7 +241,7 @@ class Core:
         # A device whose worker died has closed itself; this frees its index, too.
         self._library.sky_close(index, why.encode())
         self._on_wire.pop(index, None)
-        self._find_ranks.pop(index, None)
+        self._explain_absent.pop(index, None)
         with self._lock:
             if self.chosen == index:
                 self.chosen = None

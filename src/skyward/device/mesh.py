@@ -46,7 +46,7 @@ def mesh_of(tensor: torch.Tensor) -> Mesh | None:
 
 
 def any_open() -> bool:
-    """Whether there is a mesh."""
+    """Whether a mesh is open."""
     return any(mesh.is_open for mesh in _open.values())
 
 
@@ -70,15 +70,15 @@ class Mesh(DeviceMesh):
         size = math.prod(sizes.values())
         ranks = torch.arange(size, dtype=torch.int).view(*sizes.values())
         super().__init__("sky", ranks, mesh_dim_names=tuple(sizes), _init_backend=False, _rank=0)
-        self._be_of(self)
+        self._belong_to(self)
         self._add_group(world, list(range(size)))
         names: Any = self.make_groups(self._layout, self._mesh_dim_names)
         self._dim_group_names = names
         _open[index] = self
 
-    def _be_of(self, root: Mesh) -> None:
-        """Be no other mesh's equal: PyTorch compares their shapes, and remembers results by it."""
-        # Of what it compares and hashes, this is free: it tells apart threads that play ranks.
+    def _belong_to(self, root: Mesh) -> None:
+        """Be unequal to meshes of another root: PyTorch compares shapes, and keeps results."""
+        # PyTorch compares and hashes this field, and sets it only where threads play ranks.
         self._thread_id: Any = root._prefix
 
     def __repr__(self) -> str:
@@ -193,7 +193,8 @@ class Mesh(DeviceMesh):
             return (self.split(each, dim) for each in batch)
         names = self._mesh_dim_names or ()
         dim = dim or ("dp" if "dp" in names else names[0])
-        size, place = self[dim].size(), self.get_local_rank(dim)
+        group: Any = self.get_group(dim)
+        size, place = group.size(), group.place
 
         def part(tensor: Any) -> Any:
             if not isinstance(tensor, torch.Tensor) or not tensor.dim():
@@ -297,9 +298,9 @@ def text_of(tensor: torch.Tensor, original: Callable[..., str], **options: Any) 
     mesh = mesh_of(tensor)
     if mesh is None:
         return original(tensor, **options)
-    printing = _printing.PRINT_OPTS
-    is_large = printing.edgeitems > 0 and tensor.numel() > printing.threshold
-    shown = mesh.each(_corners(_local(tensor), printing.edgeitems) if is_large else tensor)
+    limits = _printing.PRINT_OPTS
+    is_large = limits.edgeitems > 0 and tensor.numel() > limits.threshold
+    shown = mesh.each(_corners(_local(tensor), limits.edgeitems) if is_large else tensor)
     marks = mesh.each(_digest(_local(tensor))) if is_large else shown
     kinds: list[tuple[torch.Tensor, list[int]]] = []
     for rank, mark in enumerate(marks):

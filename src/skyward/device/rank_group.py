@@ -99,13 +99,13 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def place(self) -> torch.Tensor:
-        """The place of each rank in its group: to be read alone, for all have this tensor."""
+        """The place of each rank in its group: one tensor, which nobody writes to."""
         if _functional_collectives._are_we_tracing():
-            # In a graph it is a number no more than a tensor of the call that is traced.
+            # An operation of the graph: no number or tensor of the traced call may stand for it.
             place: torch.Tensor = torch.ops.skyward.place(self.name, self.device)
             return place
         if self._place is None:
-            # Other code than this one's will use it, with gradients too.
+            # It is kept: a tensor of inference mode could not be used with gradients later.
             with torch.inference_mode(False):
                 # A collective that gives each rank another part of the same row.
                 row = torch.arange(self._size, device=self.device)

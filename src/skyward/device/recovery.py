@@ -126,10 +126,10 @@ def summary(core: Core, index: int, lives: Collection[Life]) -> tuple[str, str]:
     return "1 tensor" if len(lives) == 1 else f"{len(lives)} tensors", listed + more
 
 
-def explain_losses(core: Core) -> None:
-    """Have errors of lost devices say which tensors were lost."""
+def explain_errors(core: Core) -> None:
+    """Have errors of devices say which tensors were lost, and where ranks are that do not come."""
     DeviceError.explain_with("is gone", lambda index, _: loss(core, index))
-    DeviceError.explain_with("waits in vain", core.where_ranks_stand)
+    DeviceError.explain_with("misses ranks", core.explain_absent)
 
 
 def names(core: Core, index: int) -> dict[int, str]:

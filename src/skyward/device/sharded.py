@@ -88,7 +88,7 @@ def _write(
     own = local[_box(starts, values.shape)]
     there = values.to(own.device, own.dtype)
     for dim in _sharded(spec):
-        there = torch.where(spec.mesh.get_local_rank(dim) == shard.place[dim], there, own)
+        there = torch.where(spec.mesh._sym_get_coordinate(dim) == shard.place[dim], there, own)
     own.copy_(there)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 START_SECONDS = 300.0
 """How long a device process may take: its first start on a machine compiles the worker core."""
 ABSENT = "it did not come to where the others are"
-"""What the ranks of a mesh say of one that they have waited for in vain (`worker/ranks.cpp`)."""
+"""What the ranks of a mesh say of one that does not come (`worker/ranks.cpp`)."""
 LAST_SECONDS = 5.0
 """How long leaving a pool waits for its devices before it says so."""
 POLL_SECONDS = 0.05
@@ -415,8 +415,8 @@ class PoolDevices:
                     found[0],
                     lost=lambda why: self._given_up(nodes[0], numbers[0], why),
                 )
-                core().find_ranks_with(
-                    device.index, lambda text: self._find_ranks(numbers[0], text)
+                core().explain_absent_with(
+                    device.index, lambda text: self._give_up_absent(numbers[0], text)
                 )
                 kinds = {f"mesh of {size} {ups[0].kind}"}
                 # Before they meet: the loss of one ends the wait of the others.
@@ -464,8 +464,8 @@ class PoolDevices:
             'GPUs, or compute.mesh("cpu", ...) for a rank per worker'
         )
 
-    def _find_ranks(self, first: int, text: str) -> str:
-        """Where the ranks are that an error says have not come; their mesh ends."""
+    def _give_up_absent(self, first: int, text: str) -> str:
+        """End a mesh whose ranks do not come, as an error's text says; returns where they are."""
         absent = {
             number: rank
             for number, rank in list(self._ranks.items())
@@ -479,6 +479,10 @@ class PoolDevices:
             here = [each for each in found if each.node == rank.node and each.pid in (rank.pid, 0)]
             lines += [f"{rank.name}: {each.text(everything=True)}" for each in here]
         self._lose(list(absent), ABSENT)
+        lines.append(
+            "The mesh is lost: call compute.mesh() again, and load what you have saved; "
+            "sky.Options(collective_timeout=...) gives ranks more time"
+        )
         return "".join(f"\n{line}" for line in lines)
 
     def _end_ranks(self, first: int) -> None:

@@ -129,7 +129,7 @@ class ProcessStacks:
         head = self.where + (f" (pid {self.pid})" if self.pid else "")
         doing = ", ".join(f"{name} for {seconds:.1f} s" for _, name, seconds in self.tasks)
         # What the process of a device does is not known here: it has no tasks.
-        rest = "idle" if self.worker is not None or not everything else ""
+        rest = "" if self.worker is None else "idle"
         lines = [f"{head}: {doing or self.problem or rest}".rstrip()]
         if doing and self.problem:
             lines.append(f"  {self.problem}")

@@ -181,7 +181,7 @@ def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _serve(agent: socket.socket, parent: int, module: str) -> None:
-    """ForkRequest the processes that the agent asks for, until it ends; does not return."""
+    """Fork the processes that the agent asks for, until it ends; does not return."""
     try:
         kernel.end_with_parent()
         for number in (signal.SIGINT, signal.SIGHUP):
@@ -210,14 +210,16 @@ def _serve(agent: socket.socket, parent: int, module: str) -> None:
 def _fork_orphan(request: bytes, descriptors: Sequence[int]) -> int:
     """The number of a new process that is an orphan; a negative one is that of an error.
 
-    0 if the process between the two was killed.
+    0 if a process was killed before it told its number.
     """
     told, telling = os.pipe()
     try:
-        between = os.fork()
-        if between == 0:
-            _fork_and_end(request, descriptors, telling)
-        os.close(telling)
+        try:
+            between = os.fork()
+            if between == 0:
+                _fork_and_end(request, descriptors, telling)
+        finally:
+            os.close(telling)
         os.waitpid(between, 0)
         return int(os.read(told, 32) or 0)
     except OSError as problem:
@@ -227,7 +229,7 @@ def _fork_orphan(request: bytes, descriptors: Sequence[int]) -> int:
 
 
 def _fork_and_end(request: bytes, descriptors: Sequence[int], telling: int) -> None:
-    """ForkRequest a process that tells its number, and end before it does; does not return."""
+    """Fork a process that tells its number, and end before it does; does not return."""
     try:
         if os.fork() == 0:
             # First: the agent may end its group as soon as it has the number.

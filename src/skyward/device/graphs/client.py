@@ -157,7 +157,7 @@ class _Shipped:
             self._dropping.detach()  # the worker that had the graph is gone
         self._dropping = weakref.finalize(self, _drop, self.token, self.number)
         self._dropping.atexit = False
-        answer = _agreed(self.token)
+        answer = _compiled(self.token)
         _log.info(
             "graph %d (%s, %d bytes): %.1f s on the worker of %s%s",
             self.number,
@@ -231,13 +231,13 @@ class _Shipped:
         return results
 
 
-def _agreed(token: Any) -> Compiled:
+def _compiled(token: Any) -> Compiled:
     """What the worker made of a graph, or the workers of a mesh.
 
     Some of these may have found the code that another has just put into a cache of all.
     """
-    mesh: Any = sys.modules.get("skyward.device.mesh")
-    mesh = mesh and mesh.mesh_of(token)
+    module: Any = sys.modules.get("skyward.device.mesh")
+    mesh = module.mesh_of(token) if module else None
     tokens = mesh.each(token) if mesh else [token.cpu()]
     answers = [msgspec.msgpack.decode(bytes(each.tolist()), type=Compiled) for each in tokens]
     return Compiled(

@@ -29,7 +29,8 @@ def _check_even(size: Any, parts: int) -> None:
         )
 
 
-def _even(shards: list[Any]) -> Any:
+def _stacked(shards: list[Any]) -> Any:
+    """The shards as one tensor; raises if they are not alike."""
     import torch
 
     for shard in shards:
@@ -46,7 +47,7 @@ def _even(shards: list[Any]) -> Any:
 def _chosen(shards: list[Any], place: Any) -> Any:
     from skyward.device.rank_group import choose
 
-    return choose(_even(shards), place)
+    return choose(_stacked(shards), place)
 
 
 def _check_no_mesh(what: str) -> None:
@@ -55,10 +56,9 @@ def _check_no_mesh(what: str) -> None:
 
     if any_open():
         raise ConfigurationError(
-            f"a mesh of compute.mesh() has no {what}: this program is none of "
-            'its ranks; give mesh=mesh["dp"] or group=mesh.get_group("dp"), or mesh.world for the '
-            "group of all ranks, and name the dimensions that groups are for: "
-            "compute.mesh(dp=2, tp=2)"
+            f"a mesh of compute.mesh() is no {what}: this program is none of its ranks; give "
+            'mesh=mesh["dp"] or group=mesh.get_group("dp"), or mesh.world for the group of all '
+            "ranks; in place of new_group, name a dimension: compute.mesh(dp=2, tp=2)"
         )
 
 
@@ -119,7 +119,30 @@ def _collectives(module: Any) -> None:
 
         return in_a_process_of_its_own
 
-    def same_here(original: Callable[..., Any]) -> Callable[..., Any]:
+    def default_group(original: Callable[..., Any]) -> Callable[..., Any]:
+        def or_what_to_write(*args: Any, **kwargs: Any) -> Any:
+            if not module.is_initialized():
+                _check_no_mesh("default group")
+            return original(*args, **kwargs)
+
+        return or_what_to_write
+
+    def get_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda group=None: group.rank() if isinstance(group, RankGroup) else original(group)
+
+    wrap(module, "get_rank", get_rank)
+    wrap(module, "scatter", scatter)
+    wrap(module, "gather", gather)
+    wrap(module, "_check_not_self_rank", check_not_self)
+    wrap(module, "_get_default_group", default_group)
+    _object_collectives(module)
+
+
+def _object_collectives(module: Any) -> None:
+    """Collectives of objects, all of which this program has."""
+    from skyward.device.rank_group import RankGroup
+
+    def keep_objects(original: Callable[..., Any]) -> Callable[..., Any]:
         def in_one_program(object_list: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(group_of(original, (object_list, *args), kwargs), RankGroup):
                 original(object_list, *args, **kwargs)
@@ -142,9 +165,9 @@ def _collectives(module: Any) -> None:
         def for_a_rank(*args: Any, **kwargs: Any) -> Any:
             if isinstance(group_of(original, args, kwargs), RankGroup):
                 raise ConfigurationError(
-                    f"{original.__name__} gives each rank an object of its own, and one program, "
-                    "which has all objects, runs for all ranks of a mesh; scatter tensors, or "
-                    "mesh.split(batch)"
+                    f"{original.__name__} is for a process per rank, and one program, which has "
+                    "all objects, runs for all ranks of a mesh: use the objects here, or give each "
+                    "rank its tensors with mesh.split(batch)"
                 )
             return original(*args, **kwargs)
 
@@ -153,26 +176,10 @@ def _collectives(module: Any) -> None:
     def group_of(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return inspect.signature(function).bind(*args, **kwargs).arguments.get("group")
 
-    def default(original: Callable[..., Any]) -> Callable[..., Any]:
-        def or_what_to_write(*args: Any, **kwargs: Any) -> Any:
-            if not module.is_initialized():
-                _check_no_mesh("default group")
-            return original(*args, **kwargs)
-
-        return or_what_to_write
-
-    def get_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda group=None: group.rank() if isinstance(group, RankGroup) else original(group)
-
-    wrap(module, "get_rank", get_rank)
-    wrap(module, "scatter", scatter)
-    wrap(module, "gather", gather)
-    wrap(module, "_check_not_self_rank", check_not_self)
-    wrap(module, "broadcast_object_list", same_here)
+    wrap(module, "broadcast_object_list", keep_objects)
     wrap(module, "gather_object", gather_object)
     for name in ("scatter_object_list", "send_object_list", "recv_object_list"):
         wrap(module, name, no_objects)
-    wrap(module, "_get_default_group", default)
 
 
 def _functional_collectives(module: Any) -> None:
@@ -218,13 +225,13 @@ def _device_mesh(module: ModuleType) -> None:
     def init(original: Callable[..., None]) -> Callable[..., None]:
         def of_a_slice(self: Any, *args: Any, **kwargs: Any) -> None:
             root = kwargs.get("_root_mesh")
-            if isinstance(root, mesh.Mesh):
-                self.__class__ = mesh.Mesh
-                self.device = root.device
-                kwargs["_rank"] = 0
-            original(self, *args, **kwargs)
-            if isinstance(root, mesh.Mesh):
-                self._be_of(root)
+            if not isinstance(root, mesh.Mesh):
+                original(self, *args, **kwargs)
+                return
+            self.__class__ = mesh.Mesh
+            self.device = root.device
+            original(self, *args, **{**kwargs, "_rank": 0})
+            self._belong_to(root)
 
         return of_a_slice
 
@@ -286,20 +293,20 @@ def _traced() -> None:
         # A graph that runs operation by operation, or one of another compiler.
         return _c10d._resolve_process_group(group).place.clone()  # type: ignore[no-any-return]
 
-    def register(of: Any, base: Any, names: Callable[[Any], Any], read: str, traced: str) -> None:
+    def register(kind: Any, base: Any, read: str, traced: str) -> None:
         """Of an object, `read` is written into a graph, `traced` becomes operations of it, and all
-        other functions end it. `names` are those of the groups, which a graph has in it.
+        other functions end it.
         """
         theirs = opaque.get_opaque_obj_info(base)
-        apart = {name for name, each in vars(of).items() if name[0] != "_" and callable(each)}
+        apart = {name for name, each in vars(kind).items() if name[0] != "_" and callable(each)}
         apart -= {*read.split(), *traced.split()}
         for name in apart:
-            setattr(of, name, _untraced(vars(of)[name]))
+            setattr(kind, name, _untraced(vars(kind)[name]))
         opaque.register_opaque_type(
-            of,
+            kind,
             typ="reference",
             reconstruct_fn=theirs.reconstruct_fn,
-            guard_fn=lambda it: [*(theirs.guard_fn(it) if theirs.guard_fn else ()), names(it)],
+            guard_fn=theirs.guard_fn or (lambda group: [group.name]),
             members={
                 **theirs.members,
                 **dict.fromkeys(read.split(), opaque.MemberType.USE_REAL),
@@ -312,14 +319,12 @@ def _traced() -> None:
     register(
         Mesh,
         DeviceMesh,
-        lambda mesh: mesh._dim_group_names,
         read="device _prefix",
         traced="get_rank get_local_rank get_coordinate _sym_get_coordinate root world",
     )
     register(
         RankGroup,
         torch.distributed.ProcessGroup,
-        lambda group: group.name,
         read="name device size group_name group_desc getBackendName",
         traced="rank place",
     )
@@ -334,7 +339,7 @@ def _dtensors(module: Any) -> None:
     def there(original: Callable[..., Any]) -> Callable[..., Any]:
         def on_its_mesh(*args: Any, **kwargs: Any) -> Any:
             own = next((x for x in (*args, *kwargs.values()) if isinstance(x, mesh.Mesh)), None)
-            # What is traced by torch.compile is on its mesh, or it stays a part of no graph.
+            # Traced tensors are on their mesh, and a change of device would end the graph.
             if own is None or torch.compiler.is_dynamo_compiling():
                 return original(*args, **kwargs)
             with torch.sky.device(own.device):  # type: ignore[attr-defined]
@@ -434,13 +439,26 @@ def _placements(module: Any) -> None:
                 return original(self, size, num_chunks, rank, offset_mode)
             row = torch.arange(size).view([1] * self.dim + [size])
             shards, _ = self._split_tensor(row, num_chunks, with_padding=False, contiguous=False)
-            rows = _even([shard.view(-1) for shard in shards])
+            rows = _stacked([shard.view(-1) for shard in shards])
             if offset_mode is offsets.NONE:
                 return rows.shape[1], None
             at = choose(rows.to(rank.device), rank)
             return len(at), at if offset_mode is offsets.ALL else at[0]
 
         return on_each_rank
+
+    wrap(module.Shard, "_select_split_tensor", select_part)
+    wrap(module.Shard, "_maybe_unpad_tensor_with_sizes", unpad)
+    wrap(module.Shard, "local_shard_size_and_offset", size_and_offset)
+    wrap(module._StridedShard, "_select_split_tensor", select_part)
+    wrap(module._StridedShard, "_select_shard", select)
+    wrap(module._StridedShard, "local_shard_size_and_offset", strided_size_and_offsets)
+    _exchanges(module)
+
+
+def _exchanges(module: Any) -> None:
+    """How placements have ranks give each other their parts."""
+    import torch
 
     def scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         def on_each_rank(
@@ -477,23 +495,17 @@ def _placements(module: Any) -> None:
 
         return on_each_rank
 
-    wrap(module.Shard, "_select_split_tensor", select_part)
-    wrap(module.Shard, "_maybe_unpad_tensor_with_sizes", unpad)
-    wrap(module.Shard, "local_shard_size_and_offset", size_and_offset)
-    wrap(module._StridedShard, "_select_split_tensor", select_part)
-    wrap(module._StridedShard, "_select_shard", select)
-    wrap(module._StridedShard, "local_shard_size_and_offset", strided_size_and_offsets)
     # They were imported there from the module that has them.
     module.mesh_scatter = scatter(module.mesh_scatter)
     module.shard_dim_alltoall = exchange(module.shard_dim_alltoall)
 
 
-def _steps(module: ModuleType) -> None:
+def _fused_steps(module: ModuleType) -> None:
     import torch
 
     # They return nothing. Where PyTorch does not know that, it runs one on zeros to find out.
-    steps: list[Any] = [torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_]
-    for step in (each.tensor_lr for each in steps):
+    aten: Any = torch.ops.aten
+    for step in (aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr):
         if not step.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta):
             torch.library.impl(step.name(), "Meta", lambda *args, **kwargs: None)
 
@@ -721,7 +733,7 @@ PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "torch.distributed.tensor._op_schema": _schemas,
     "torch.distributed.tensor._ops.utils": _shardable,
     "torch.distributed.tensor._ops._math_ops": _reductions,
-    "torch.distributed.tensor._sharding_prop": _steps,
+    "torch.distributed.tensor._sharding_prop": _fused_steps,
     "torch.distributed.tensor._random": _random,
     "torch.distributed.fsdp._fully_shard._fsdp_init": _sharding,
     "torch.distributed.fsdp._fully_shard._fsdp_param": _sharded_parameters,

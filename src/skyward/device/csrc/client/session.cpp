@@ -32,7 +32,7 @@ constexpr size_t kTemplatesMost = 32768;
 // A training step is forty operations at the very least: three waits in it are one every dozen.
 constexpr uint64_t kWaitsNoticed = 256;
 constexpr uint64_t kOperationsPerWait = 12;
-// Far more than the word of an agent takes that is there.
+// An agent that is there says it far sooner.
 constexpr auto kExplainedAfter = std::chrono::seconds(5);
 
 [[noreturn]] void raise(const Complaint& complaint) {
@@ -272,7 +272,7 @@ void Session::forget_template(const Template& t) {
 
 void Session::broken(const char* what) {
   {
-    // How the process of the worker has ended is what its agent says a moment later, and then another thread closes.
+    // The agent says a moment later how the worker's process ended, and another thread closes the session with that.
     OutsidePython outside;
     std::unique_lock lock(reason_mutex_);
     explained_.wait_for(lock, kExplainedAfter, [this] { return !reason_.empty(); });
@@ -355,7 +355,7 @@ std::string Session::reply(bool interruptibly) {
 
 void Session::complain(Complaint complaint) {
   if (complaint.status == kRankLost) broken(complaint.text.c_str());
-  if (complaint.status == kRankAbsent) complaint.text.insert(0, c10::str("sky:", index, " waits in vain: "));
+  if (complaint.status == kRankAbsent) complaint.text.insert(0, c10::str("sky:", index, " misses ranks: "));
   if (complaint.status == kSurprised) {
     distrust();
     complaint.text +=
