@@ -378,6 +378,15 @@ def test_a_dimension_of_nothing_is_sharded(mesh: Any) -> None:
     assert compute_local_shape_and_global_offset((0, 3), mesh["tp"], [Shard(0)]) == ((0, 3), (0, 0))
 
 
+def test_a_dtensor_is_read_as_a_whole(mesh: Any) -> None:
+    rows = distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)])
+    assert rows.sum().item() == 6  # each rank has a part of the sum
+    assert (rows > 2.5).any()  # on one rank alone
+    assert not (rows > 2.5).all()
+    nn.init.trunc_normal_(rows, a=-1, b=1)  # draws again as long as any number is too large
+    assert rows.full_tensor().abs().max() <= 1
+
+
 def test_a_tensor_that_wraps_others_is_sharded(mesh: Any) -> None:
     whole = torch.arange(4.0)
     pair = TwoTensor(whole.to(mesh.device), (whole + 4).to(mesh.device))

@@ -347,6 +347,14 @@ def _dtensors(module: Any) -> None:
 
         return on_its_mesh
 
+    def read(operation: Any, args: Any, kwargs: Any) -> Any:
+        # A process per rank reads its own part, and decides for itself. Here, all decide as one.
+        tensor = args[0]
+        is_here = not isinstance(tensor.device_mesh, mesh.Mesh)
+        return operation(tensor._local_tensor if is_here else tensor.detach().full_tensor())
+
+    handlers = module.DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = read
     for name in ("distribute_tensor", "distribute_module", "_dtensor_init_helper"):
         wrap(module, name, there)
     wrap(module.DTensor, "from_local", there)
