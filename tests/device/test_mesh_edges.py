@@ -294,7 +294,7 @@ def test_what_a_mesh_has_no_default_of_says_what_to_give(mesh: Any) -> None:
         (dist.get_rank, "group"),
         (lambda: torch.utils.data.DistributedSampler([1, 2]), "group"),
     ):
-        said = rf"has no default {what}.*mesh=mesh\[.*group=mesh\.get_group\("
+        said = rf"makes no default {what}.*mesh=mesh\[.*group=mesh\.get_group\("
         with pytest.raises((ConfigurationError, RuntimeError), match=said):
             use()
 

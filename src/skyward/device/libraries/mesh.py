@@ -56,7 +56,7 @@ def _check_no_mesh(what: str) -> None:
 
     if any_open():
         raise ConfigurationError(
-            f"a mesh of compute.mesh() is no {what}: this program is none of its ranks; give "
+            f"compute.mesh() makes no {what}: this program is none of the ranks; give "
             'mesh=mesh["dp"] or group=mesh.get_group("dp"), or mesh.world for the group of all '
             "ranks; in place of new_group, name a dimension: compute.mesh(dp=2, tp=2)"
         )
