@@ -151,7 +151,7 @@ class Mesh(DeviceMesh):
 
     def _sym_get_coordinate(self, index: int) -> Any:
         group: Any = self.get_group(index)
-        return group.place
+        return group.place()
 
     def __enter__(self) -> Mesh:
         _current.before = (torch.sky.current_device(), getattr(_current, "before", None))  # type: ignore[attr-defined]
@@ -194,7 +194,7 @@ class Mesh(DeviceMesh):
         names = self._mesh_dim_names or ()
         dim = dim or ("dp" if "dp" in names else names[0])
         group: Any = self.get_group(dim)
-        size, place = group.size(), group.place
+        size, place = group.size(), group.place()
 
         def part(tensor: Any) -> Any:
             if not isinstance(tensor, torch.Tensor) or not tensor.dim():

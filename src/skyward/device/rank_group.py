@@ -94,10 +94,9 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
     def rank(self) -> Any:
         """The place of each rank in its group, as a tensor that the caller may write to."""
         if _functional_collectives._are_we_tracing():
-            return self.place
-        return 0 if threading.get_ident() in self._one_in else self.place.clone()
+            return self.place()
+        return 0 if threading.get_ident() in self._one_in else self.place().clone()
 
-    @property
     def place(self) -> torch.Tensor:
         """The place of each rank in its group: one tensor, which nobody writes to."""
         if _functional_collectives._are_we_tracing():
@@ -236,7 +235,7 @@ class RankGroup(_ProcessGroup):  # type: ignore[misc]
             self._check_one_per_rank(parts)
             rows = self._there(torch.stack(list(parts)))
             self.broadcast([rows], opts).wait()
-            pairs.append((choose(rows, self.place), output))
+            pairs.append((choose(rows, self.place()), output))
         return Collective(pairs, is_done=True)
 
     def all_to_all_single(

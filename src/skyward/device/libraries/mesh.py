@@ -210,7 +210,7 @@ def _functional_collectives(module: Any) -> None:
                 )
             sources = [src_dst.index(rank) for rank in range(ranks.size())]
             rows = module.all_gather_single(self.unsqueeze(0), 0, ranks)
-            source = choose(rows.new_tensor(sources, dtype=torch.int64), ranks.place)
+            source = choose(rows.new_tensor(sources, dtype=torch.int64), ranks.place())
             return choose(rows, source)
 
         return on_each_rank
@@ -291,11 +291,11 @@ def _traced() -> None:
 
     def place(group: str, device: torch.device) -> torch.Tensor:
         # A graph that runs operation by operation, or one of another compiler.
-        return _c10d._resolve_process_group(group).place.clone()  # type: ignore[no-any-return]
+        return _c10d._resolve_process_group(group).place().clone()  # type: ignore[no-any-return]
 
-    def register(kind: Any, base: Any, read: str, traced: str) -> None:
+    def register(kind: Any, base: Any, names: Callable[[Any], Any], read: str, traced: str) -> None:
         """Of an object, `read` is written into a graph, `traced` becomes operations of it, and all
-        other functions end it.
+        other functions end it. `names` are those of the groups, which a graph has in it.
         """
         theirs = opaque.get_opaque_obj_info(base)
         apart = {name for name, each in vars(kind).items() if name[0] != "_" and callable(each)}
@@ -306,7 +306,7 @@ def _traced() -> None:
             kind,
             typ="reference",
             reconstruct_fn=theirs.reconstruct_fn,
-            guard_fn=theirs.guard_fn or (lambda group: [group.name]),
+            guard_fn=lambda it: [*(theirs.guard_fn(it) if theirs.guard_fn else ()), names(it)],
             members={
                 **theirs.members,
                 **dict.fromkeys(read.split(), opaque.MemberType.USE_REAL),
@@ -319,12 +319,14 @@ def _traced() -> None:
     register(
         Mesh,
         DeviceMesh,
+        lambda mesh: mesh._dim_group_names,
         read="device _prefix",
         traced="get_rank get_local_rank get_coordinate _sym_get_coordinate root world",
     )
     register(
         RankGroup,
         torch.distributed.ProcessGroup,
+        lambda group: group.name,
         read="name device size group_name group_desc getBackendName",
         traced="rank place",
     )
