@@ -232,7 +232,7 @@ WAYS: dict[str, tuple[Callable[[Any], nn.Module], Callable[[Any], Any]]] = {
         lambda model: model.module.compile(),
     ),
 }
-FIRST = ("tensor parallel", "fully_shard, by layers")
+FIRST = ("tensor parallel",)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +287,7 @@ def test_a_compiled_step_of_an_optimizer(pair: Any, graphs: Callable[[], int]) -
 # What no graph has.
 
 
+@other_case
 def test_a_branch_on_a_value_that_differs_is_an_error(pair: Any, own: torch.Tensor) -> None:
     @torch.compile
     def function(x: torch.Tensor) -> torch.Tensor:
