@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import sqrt
@@ -968,6 +968,13 @@ def refused(make: Callable[[], Work], why: str, calls: int = CALLS) -> None:
     assert step.replayed == 0
 
 
+@pytest.fixture
+def is_current(device) -> Iterator[None]:
+    """The current device, on which PyTorch records events, may be that of other tests."""
+    with torch.sky.device(device):
+        yield
+
+
 class TestRefused:
     def test_a_value_read_in_the_middle(self, device) -> None:
         def make() -> Work:
@@ -1106,6 +1113,7 @@ class TestRefused:
 
         refused(make, "it reaches hosts, an iterator: take from it outside")
 
+    @pytest.mark.usefixtures("is_current")
     def test_an_event_that_is_waited_for_outside(self, device) -> None:
         def make() -> Work:
             xs, event = batches(device), torch.Event(device)
@@ -1119,6 +1127,7 @@ class TestRefused:
 
         refused(make, "it keeps an event that it has recorded; record it outside")
 
+    @pytest.mark.usefixtures("is_current")
     def test_the_time_between_events(self, device) -> None:
         def make() -> Work:
             xs = batches(device)

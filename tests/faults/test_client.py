@@ -225,8 +225,9 @@ def test_a_client_that_is_killed_before_its_agent_has_answered_leaves_no_folder(
     client: Callable[..., Script], eventually: Eventually
 ) -> None:
     script = client("sky.Compute(options=quiet).start()")
-    eventually(script.workers, what="the agent")
-    (agent,) = script.workers()
+    found: list[int] = []
+    eventually(lambda: found.extend(script.workers()) or found, what="the agent")
+    agent = found[0]
     os.kill(agent, signal.SIGSTOP)
     with open(f"/proc/{agent}/fd/0", "rb", buffering=0) as given:
         eventually(lambda: unread(given) or ignores_hangup(agent), what="its configuration")
