@@ -289,6 +289,8 @@ class Outgoing:
                 return None
             self._acknowledged = pair.arrived
             self._backlog.resume(min(pair.arrived, self._backlog.end))
+            # The last count may have gone over the pair before, and the other end may wait for it.
+            self._count_due = True
         return pair
 
     def _await_turn(self) -> Pair:
