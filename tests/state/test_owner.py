@@ -85,16 +85,37 @@ def test_a_process_that_is_gone_holds_and_awaits_nothing() -> None:
     assert "ended" in there.ask(owner, "barrier", "wait", wait=None)
 
 
+def pass_by(seconds: float, silent: Session) -> None:
+    """Let so much time pass, for all that is known of a process."""
+    silent.heard -= seconds
+    for lock in silent.holds:
+        lock.granted -= seconds
+
+
 def test_a_silent_holder_loses_its_lock_after_its_lease() -> None:
     owner, silent, there = Owner(), Recorded(), Recorded()
     token, _ = silent.ask(owner, "lock", "acquire", 30.0)
-    silent.heard -= 29
+    pass_by(29, silent)
     owner.free_leases(silent)
     assert there.ask(owner, "lock", "acquire", 30.0) is None
-    silent.heard -= 2
+    pass_by(2, silent)
     owner.free_leases(silent)
     assert there.ask(owner, "lock", "acquire", 30.0) == (2, True)
     assert silent.ask(owner, "lock", "release", token) is False
+
+
+def test_the_lease_of_a_lock_begins_when_its_holder_gets_it() -> None:
+    owner, first, silent = Owner(), Recorded(), Recorded()
+    token, _ = first.ask(owner, "lock", "acquire", 30.0)
+    silent.ask(owner, "lock", "acquire", 30.0, wait=None)
+    pass_by(5, silent)
+    first.ask(owner, "lock", "release", token)
+    pass_by(29, silent)
+    owner.free_leases(silent)
+    assert first.ask(owner, "lock", "acquire", 30.0) is None
+    pass_by(2, silent)
+    owner.free_leases(silent)
+    assert first.ask(owner, "lock", "acquire", 30.0) == (3, True)
 
 
 def test_deadlines_end_waits_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,11 +281,11 @@ def test_a_process_whose_connection_broke_keeps_its_lock_for_the_lease() -> None
     broken.process = "p"
     broken.ask(owner, "lock", "acquire", 30.0)
     owner.leave(broken, ended=False)
-    broken.heard -= 29
+    pass_by(29, broken)
     for session in owner.absent:
         owner.free_leases(session)
     assert there.ask(owner, "lock", "acquire", 30.0) is None
-    broken.heard -= 2
+    pass_by(2, broken)
     for session in owner.absent:
         owner.free_leases(session)
     assert there.ask(owner, "lock", "acquire", 30.0) == (2, True)

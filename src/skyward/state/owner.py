@@ -380,6 +380,8 @@ class OwnedLock(OwnedObject):
         """The process that holds the lock."""
         self.lease = 0.0
         """After so many seconds without a word of the process, the lock is free again."""
+        self.granted = 0.0
+        """When the process got the lock: what it said while it waited is no part of the lease."""
         self._token = 0
         """The number of the last holding."""
         self._abandoned = False
@@ -397,7 +399,7 @@ class OwnedLock(OwnedObject):
         return self.owner.wait(asked, self, self.waiting, lease)
 
     def _grant(self, session: Session, lease: float) -> tuple[int, bool]:
-        self.session, self.lease = session, lease
+        self.session, self.lease, self.granted = session, lease, time.monotonic()
         session.holds.add(self)
         self.owner.watches = True
         self._token += 1
@@ -679,8 +681,8 @@ class Owner:
 
     def free_leases(self, session: Session) -> None:
         """Free the locks of a process that has been silent for longer than their leases."""
-        silent = time.monotonic() - session.heard
-        for lock in [each for each in session.holds if silent > each.lease]:
+        now, heard = time.monotonic(), session.heard
+        for lock in [e for e in session.holds if now - max(heard, e.granted) > e.lease]:
             lock.abandon()
 
     def tidy_absent(self) -> None:
