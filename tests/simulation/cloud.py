@@ -15,7 +15,9 @@ from .world import World
 SURPLUS_SECONDS = 60.0
 """So long a pool may have more machines than nodes: some have only been asked to go."""
 SLOW_SECONDS = 400.0
-"""The same where the provider is slow to remove them, refuses to, or makes too many."""
+"""The same where the provider is slow to remove them, refuses to, or makes too many. It begins with
+each refusal: the client asks again at the next start of the node, up to 300 s later.
+"""
 SLOW = {"late", "more", "answer", "look", "destroy"}
 LOOK_SECONDS = 20.0
 QUIET = {"agent", "executor", "memory", "cut", "late", "silence", "reclaim"}
@@ -42,6 +44,7 @@ class Cloud(Pool):
         """How many machines the pool may have."""
         self.surplus = self.kernel.now
         """Since when there are more, without a pause."""
+        self.patience = SLOW_SECONDS if self.wrong & SLOW else SURPLUS_SECONDS
         world.commands["sky"] = self._sky
 
     def run(self) -> None:
@@ -171,7 +174,7 @@ class Cloud(Pool):
         now = self.kernel.now
         if len(self.market.there) <= self.most:
             self.surplus = now
-        elif now - self.surplus > (SLOW_SECONDS if self.wrong & SLOW else SURPLUS_SECONDS):
+        elif now - max(self.surplus, self.market.refused) > self.patience:
             there = ", ".join(f"{each.id} of node {each.node}" for each in self.market.there)
             self._says(f"more than {self.most} machines for {now - self.surplus:g} s: {there}")
             self.surplus = now

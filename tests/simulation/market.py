@@ -118,6 +118,8 @@ class Market:
         self.agents: dict[str, tuple[str, int]] = {}
         """The pool and the node that each machine runs an agent for."""
         self.broken: list[str] = []
+        self.refused = 0.0
+        """When it last refused to remove a machine, or to list them, or did not answer that."""
         sys.__dict__["simulated_market"] = self
 
     # What a client asks.
@@ -130,6 +132,8 @@ class Market:
         if self.goes_wrong("answer", 0.2):
             asked.silent = True
             asked.back += 20.0
+            if what in ("list", "destroy"):
+                self.refused = asked.back
         work: Callable[..., None] = getattr(self, f"_{what}")
         self.kernel.at(self.kernel.now + there, lambda: work(asked, *given))
         return asked
@@ -169,6 +173,7 @@ class Market:
     def _list(self, asked: Asked, pool: str) -> None:
         if self.goes_wrong("look", 0.4):
             asked.refusal = "the list cannot be had now"
+            self.refused = self.kernel.now
             return
         now = self.kernel.now
         asked.answer = [
@@ -180,6 +185,7 @@ class Market:
     def _destroy(self, asked: Asked, id: str) -> None:
         if self.goes_wrong("destroy", 0.3):
             asked.refusal = f"{id} cannot be removed now"
+            self.refused = self.kernel.now
             return
         self.end(self.machines[id], "removed")
 
