@@ -880,6 +880,7 @@ class Fleet:
         wait([node.end_run() for node in self.nodes], RUN_SECONDS)
         for node in self.nodes:
             node.forget()
+        self._await_resize()
         end_allocation(self.allocation)
 
     def _part(self, seconds: float) -> None:
@@ -915,6 +916,7 @@ class Fleet:
         spare = bool(self.spec.id) and not self.is_kept and self.spec.provider.capabilities.stops
         try:
             self._end(self.nodes, seconds, spare=spare)
+            self._await_resize()
         finally:
             # Also if a node's end has failed: the rest would be left, and cost.
             if not spare:
@@ -925,6 +927,11 @@ class Fleet:
             finally:
                 if swept:
                     self._journal.close_pool(self.id)
+
+    def _await_resize(self) -> None:
+        """Wait for a thread that removes nodes, such as idle ones: the process may end next."""
+        if self._resizing.acquire(timeout=DESTROY_SECONDS):
+            self._resizing.release()
 
     def _swept(self) -> bool:
         """Have the provider remove what the pool has besides machines, when the last is gone.
