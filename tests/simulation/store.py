@@ -46,6 +46,8 @@ class Store(Scenario):
         """Values of which a save has said that nothing was published."""
         self.returned: dict[Version, int] = {}
         """The value of each version that a save has returned."""
+        self.again: set[int] = set()
+        """Values that may be those of another version, which a save has not returned."""
         self.withdrawn: set[Version] = set()
         """Versions that somebody has begun to delete."""
         self.deleted: set[Version] = set()
@@ -206,8 +208,12 @@ class Store(Scenario):
         before = self.deletions.copy()
         if first is None or any(self.deleting.values()):
             return
+        self.again.add(number)
         second = self._save(store, name, number)
-        if second is not None and self.deletions == before and second.added:
+        if second is None:
+            return
+        self.again.discard(number)
+        if self.deletions == before and second.added:
             self._says(f"version {second.version} of {name} added {second.added} bytes")
 
     def _load(self, store: Any, name: str, version: int) -> None:
@@ -245,7 +251,7 @@ class Store(Scenario):
             return
         found = [version for version, saved in self.returned.items() if saved == number]
         still = [version for version in there if version not in self.withdrawn]
-        if still and found and max(found) < max(still):
+        if still and found and number not in self.again and max(found) < max(still):
             self._says(f"the newest is {max(found)}, and {max(still)} was there")
 
     def _check_value(self, found: Any, name: str) -> int:
