@@ -112,6 +112,13 @@ class Jobs(Pool):
             if not job.is_cancelled:
                 raise
             self._was_cancelled(job)
+        except sky.errors.BroadcastError as problem:
+            # Some ranks may have returned before.
+            cancelled = (isinstance(e, sky.errors.TaskCancelledError) for e in problem.exceptions)
+            if job.is_cancelled and all(cancelled):
+                self._was_cancelled(job)
+            else:
+                self._explained(sky, compute, name, problem)
         except sky.errors.SkywardError as problem:
             self._explained(sky, compute, name, problem)
         except ValueError as problem:
