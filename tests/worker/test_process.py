@@ -190,6 +190,27 @@ def test_a_machine_that_starts_no_more_processes_is_told(
     assert "after 0 processes no other can start: [Errno 11] Resource" in down.reason
 
 
+def test_what_an_executor_said_is_told_though_it_ended_before_it_was_told_anything(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_to_the_end(*args: Any, **kwargs: Any) -> Any:
+        child = start(*args, **kwargs)
+        child.wait(PATIENCE)
+        return child
+
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", run_to_the_end)
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    told: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    ExecutorProcesses(config, told.put, queue.SimpleQueue()).start_all()
+
+    down = told.get(timeout=PATIENCE)
+    assert isinstance(down, ExecutorDown)
+    assert "it did not start: its process ended with exit status 1" in down.reason
+    assert "No module named 'encodings'" in down.reason
+
+
 def test_an_agent_empties_a_pipe_only_if_nobody_reads_it(
     config: AgentConfig, child_of: Callable[[str], Any]
 ) -> None:

@@ -83,7 +83,8 @@ class ChildProcess:
             for end in (status, held, told):
                 os.close(end)
         self.pid = self._process.pid
-        with os.fdopen(telling, "wb") as pipe, contextlib.suppress(BrokenPipeError):
+        # What is written goes into the pipe when that is closed; the process may have ended.
+        with contextlib.suppress(BrokenPipeError), os.fdopen(telling, "wb") as pipe:
             pipe.write(msgspec.json.encode(configure(status, held)))
 
     @property
