@@ -22,6 +22,7 @@ using torch::jit::Stack;
 namespace {
 
 void tell_settings(Session& session, const Key& key, const OpInfo& info) {
+  if (C10_UNLIKELY(info.drops_graph)) return;
   auto settings = with_precision(key.settings, session.settings, info.product, session.on_cpu);
   if (C10_LIKELY(session.settings == settings)) return;
   struct __attribute__((packed)) {
@@ -290,7 +291,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   {
     std::unique_lock lock(session.mutex);
     session.begin();
-    session.stats.operations++;
+    session.stats.operations += !info.drops_graph;
     if (C10_UNLIKELY(session.counts_writes()))
       for (size_t i = 0; i < info.arguments; i++)
         if (info.written[i]) note_written(session, args[i]);
@@ -344,7 +345,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       if (t->known && t->resized.empty() && may_remember(session, info, key))
         session.remembered->learn(remembered_key(info, key), answer);
     } else {
-      session.stats.hits++;
+      session.stats.hits += !info.drops_graph;
     }
     size_t next = 0;
     for (auto returned : info.returns)
@@ -364,7 +365,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
       key.payload.resize(payload);
     }
     for (auto& change : t->resized) apply(change, key);
-    if (auto* noted = session.tape()) note_taped(*noted, line, *t, key, args, slots);
+    if (auto* noted = session.tape(); noted && !info.drops_graph) note_taped(*noted, line, *t, key, args, slots);
     if (C10_UNLIKELY(issue != nullptr)) issue->end = nanoseconds();
   }
   if (C10_UNLIKELY(synchronous())) session.synchronize(kAllStreams);

@@ -112,6 +112,7 @@ std::unique_ptr<OpInfo> study(const c10::OperatorHandle& op) {
   if (name == "skyward::drop") {
     info->asks_always = false;
     info->only_writes = true;
+    info->drops_graph = true;
   }
   info->names_graphs = name.rfind("skyward::", 0) == 0;
   info->is_foreign = !info->names_graphs && !is_pytorchs;

@@ -24,6 +24,7 @@ struct OpInfo {
   bool indexes = false;        // a mask among its indices makes it depend on data
   bool only_writes = false;    // it makes no tensors and resizes none
   bool names_graphs = false;   // it is about graphs of this process, by their numbers
+  bool drops_graph = false;    // garbage was collected, which comes in the middle of anything
   bool is_foreign = false;     // it is of another library than PyTorch
   bool is_view = false;        // it is that, and returns an argument's memory without writing to it
   Product product = Product::kNone;
