@@ -421,18 +421,24 @@ def test_a_generator_that_is_stopped_may_clean_up_in_peace(executor, tmp_path, e
             eventually((tmp_path / str(number)).exists)
 
 
-def test_a_stream_counts_as_what_became_of_it(compute, idle):
+def test_a_stream_counts_as_what_became_of_it(compute, eventually):
     @sky.function
     def count(problem):
         yield from range(3)
         if problem:
             raise ValueError(problem)
 
+    def are_over():
+        """Whether all calls are counted: a stream that was closed ends a moment later."""
+        now = compute.stats()
+        return now.submitted == now.succeeded + now.failed + now.cancelled
+
+    eventually(are_over, what="the end of streams that other tests have closed")
     before = compute.stats()
     assert list(count("") >> compute) == [0, 1, 2]
     with pytest.raises(ValueError, match="late"):
         list(count("late") >> compute)
-    idle()
+    eventually(are_over, what="the end of both streams")
     after = compute.stats()
 
     assert after.submitted - before.submitted == 2
