@@ -96,6 +96,16 @@ def test_a_call_given_up_before_its_bytes_leave_does_not_send_them_later() -> No
     assert not wire.sent
 
 
+def test_of_a_batch_that_was_all_cancelled_nothing_is_sent() -> None:
+    """Over a link, a write of no bytes would be a record that ends it."""
+    wire = Wire()
+    executor, calls = lane(wire), [task(number, 1.5) for number in range(2)]
+    for each in calls:
+        each.done = True
+    assert executor.send_small(calls) == calls
+    assert not wire.sent
+
+
 def test_what_several_tasks_lack_is_sent_again_once() -> None:
     wire = Wire()
     executor = lane(wire)

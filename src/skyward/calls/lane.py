@@ -565,7 +565,9 @@ class Lane:
                 packed = payloads.pack(task.parcel.encoded, None)
                 task.sent = self.holdings.sends = self.holdings.sends + 1
                 batch.append((_run(task, packed.payload, []), packed.body))
-            self.channel.send_many(batch)
+            # Over a link, nothing would be a record of 0 bytes, which ends it.
+            if batch:
+                self.channel.send_many(batch)
             return unsent
 
     def resend(self, task: Task, digests: list[bytes], keys: list[bytes]) -> None:

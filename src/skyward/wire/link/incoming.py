@@ -72,7 +72,7 @@ class Incoming:
                 raise BlockingIOError from None
             except ProtocolError as problem:
                 self._connections.end(str(problem))
-                ended = True
+                ended, part = True, buffer[:0]
             except OSError:
                 ended = True
             if part and self._took(pair, len(part)):
