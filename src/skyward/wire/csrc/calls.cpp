@@ -181,9 +181,10 @@ bool Link::carry_one(Striping& work, uint32_t number, Connection& to) {
   return true;
 }
 
-// With the lock: sends what announces parts, and the count if it is due; false if the connection is lost.
+// With the lock: sends what announces parts, and the count if it is due; false if the connection is lost. A count that
+// is due on a new pair is not for one that has been replaced.
 bool Link::push_heads(Pair& pair, std::string& heads) {
-  if (count_due_) {
+  if (count_due_ && pair_.get() == &pair) {
     count_due_ = false;
     auto count = (received_ - held_) | kIsCount;
     heads.append(reinterpret_cast<const char*>(&count), 8);
