@@ -1,5 +1,7 @@
 """Training steps replayed, beside the same steps as they are, and a whole step as a CUDA graph.
 
+On a GPU also the steps as they are, but for the graphs that the worker makes of them by itself.
+
 python bench/replay.py                  # on the processor: this machine is client and worker
 python bench/replay.py --device cuda    # beside the local GPU
 python bench/replay.py --link           # the MLP over a round trip of 100 ms, here
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import itertools
 import sys
 import time
@@ -19,7 +22,7 @@ from typing import Any
 
 import torch
 from elsewhere import Elsewhere
-from measure import interleave, say
+from measure import Sample, interleave, say
 from models import Tagger
 from report import Row, compared, save
 from slow_link import far_and_near, slow_link, taken_behind, tell
@@ -32,6 +35,9 @@ import skyward as sky
 
 STEPS_COMPARED = 30
 WARM = 6
+PATIENCE = 12.0
+"""Seconds within which the worker has made up its mind about a loop."""
+UNCAPTURED = sky.Image(env={"SKYWARD_CAPTURE": "0"})
 ROUND_TRIP = 0.1
 STEPS_OVER_A_LINK = 4000
 """At the end of so many one loss is read, and one round trip waited for."""
@@ -245,10 +251,31 @@ def serve(pipe: Connection, kind: str) -> None:
             pipe.send(RuntimeError(f"{name}: {problem!r}"))
 
 
+def settled(
+    make: Callable[..., Made], device: torch.device, steps: int, patience: float
+) -> tuple[Timed, float]:
+    """A loop about which the worker has made up its mind, and the memory that it has taken."""
+    gc.collect()
+    with torch.sky.device(device):
+        torch.sky.empty_cache()
+    torch.sky.reset_peak_memory_stats(device)
+    timed, end = Timed(make, device, steps, "eager"), time.monotonic() + patience
+    timed()
+    known = sky.device_stats(device).captured
+    while time.monotonic() < end and sky.device_stats(device).captured == known:
+        timed()
+    return timed, torch.sky.max_memory_reserved(device)
+
+
 def rows(kind: str, rounds: int, only: list[str]) -> Iterator[Row]:
     """Each model: its losses, and its steps a second."""
-    with sky.Compute(options=QUIET) as compute, Elsewhere(serve, kind) as here:
+    with (
+        sky.Compute(image=UNCAPTURED, options=QUIET) as compute,
+        sky.Compute(options=QUIET) as capturing,
+        Elsewhere(serve, kind) as here,
+    ):
         device = compute.device(kind)
+        other = capturing.device(kind) if kind == "cuda" else None
         for name, (make, many) in MODELS.items():
             if not any(part in name for part in only):
                 continue
@@ -256,6 +283,8 @@ def rows(kind: str, rounds: int, only: list[str]) -> Iterator[Row]:
             steps = many if kind == "cuda" else max(3, many // 40)
             try:
                 yield from _compare(name, make, device, here, steps, rounds, kind)
+                if other is not None:
+                    yield from _captured(name, make, device, other, steps, rounds)
             except Exception as problem:
                 yield Row(name, f"failed: {problem!r}"[:300], failed=True)
 
@@ -295,6 +324,27 @@ def _compare(
     spent = interleave(cost, rounds=rounds)
     what = f"{name}: client's processor time a step"
     yield compared(what, spent["replay"], "ours, eager", spent["eager"], "<= 0.2x")
+
+
+def _captured(
+    name: str,
+    make: Callable[..., Made],
+    device: torch.device,
+    other: torch.device,
+    steps: int,
+    rounds: int,
+) -> Iterator[Row]:
+    """The loop as it is, on a device whose worker makes graphs of it, and on one that does not."""
+    as_it_is, memory = settled(make, device, steps, patience=0)
+    by_itself, more = settled(make, other, steps, PATIENCE)
+    say(f"    {sky.device_stats(other).captured}")
+    taken = interleave({"captured": by_itself, "eager": as_it_is}, rounds=rounds)
+    rate = {each: sample.per(1, "tasks/s") for each, sample in taken.items()}
+    bar = ">= 1.0x"
+    what = f"{name}, captured without being asked"
+    yield compared(f"{what}: steps a second", rate["captured"], "ours, eager", rate["eager"], bar)
+    sizes = [Sample((float(size),), "B") for size in (more, memory)]
+    yield compared(f"{what}: memory", sizes[0], "ours, eager", sizes[1], "<= 1.2x")
 
 
 def over_a_link(rounds: int) -> Iterator[Row]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import skyward as sky
 from skyward import kernel
 from skyward.device.processors import threads_beside_a_worker
+
+from .test_capture import LOOPS
 
 torch = pytest.importorskip("torch")
 
@@ -408,3 +411,58 @@ def test_a_second_client_gets_a_copy_of_kept_tensors(
             assert tensor.mean().item() == 3
     finally:
         sky.attach("kept-for-two").down(force=True)
+
+
+@pytest.fixture(scope="module")
+def uncaptured() -> Iterator[torch.device]:
+    """A GPU on which loops run operation by operation."""
+    image = sky.Image(env={"SKYWARD_CAPTURE": "0"})
+    with sky.Compute(image=image, options=sky.Options(console=False)) as compute:
+        yield compute.device("cuda")
+
+
+def attending(device: Any, steps: int) -> list[Any]:
+    """Attention with dropout, in bfloat16: seeds that lie on the host, or on the GPU in a graph."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True).to(device)
+    optimizer = torch.optim.AdamW(layer.parameters(), 1e-3)
+    x, losses = torch.randn(8, 16, 64).to(device), []
+    for number in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("sky", torch.bfloat16):
+            loss = layer(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        if number % 20 == 0:
+            losses.append(loss.item())
+    return [*losses, torch.rand(4, device=device).cpu()]
+
+
+def remembering(device: Any, steps: int) -> list[Any]:
+    """cuDNN's layers that remember, between which it drops some."""
+    torch.manual_seed(0)
+    layers = torch.nn.LSTM(32, 64, 2, dropout=0.2, batch_first=True).to(device)
+    optimizer = torch.optim.Adam(layers.parameters(), 1e-3)
+    losses = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss = layers(torch.randn(16, 20, 32).to(device))[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        if number % 20 == 0:
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("loop", [remembering, attending, *LOOPS])
+def test_a_loop_that_runs_as_graphs_has_the_same_bits(
+    gpu: torch.device, uncaptured: torch.device, loop: Callable[[Any, int], list[Any]]
+) -> None:
+    """The first ones last until torch has been imported in the device's process."""
+    found, expected = loop(gpu, 2000), loop(uncaptured, 2000)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    if loop is remembering:
+        assert "graph" in sky.device_stats(gpu).captured
+        assert "x as fast" in sky.device_stats(gpu).captured
+    assert sky.device_stats(uncaptured).captured == ""

@@ -95,6 +95,9 @@ class DeviceStats:
     bytes_on_wire: int
     """Bytes of all kinds that have gone to the worker over a network, with what links and TLS add
     to them, but for the signs of life; 0 on one host."""
+    captured: str
+    """What a GPU's worker has last found of a loop that repeats: how much of it runs as CUDA
+    graphs, or why it does not. Empty before it has found one."""
 
 
 class _Answer:
@@ -256,11 +259,14 @@ class Core:
 
     def stats(self, index: int) -> DeviceStats:
         """The numbers of the device so far."""
-        numbers = (ctypes.c_uint64 * len(fields(DeviceStats)))()
+        numbers = (ctypes.c_uint64 * (len(fields(DeviceStats)) - 1))()
         self._call("sky_stats", index, numbers)
         if (on_wire := self._on_wire.get(index)) is not None:
             numbers[-1] = on_wire()
-        return DeviceStats(*numbers)
+        captured = ctypes.create_string_buffer(200)
+        self._call("sky_captured", index, captured, ctypes.c_uint64(len(captured)))
+        values: list[Any] = [*numbers, captured.value.decode()]
+        return DeviceStats(*values)
 
     def count_on_wire(self, index: int, count: Callable[[], int]) -> None:
         """Have `stats` tell how many bytes have gone over the network."""

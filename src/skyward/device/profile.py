@@ -44,6 +44,7 @@ class profile:  # noqa: N801 - a context manager, named like a function as in to
         self._indices = [index_of(device, "sky.profile") for device in devices or ("sky",)]
         self._running: list[tuple[int, str, int]] | None = None
         self._threads: dict[int, str] = {}
+        self._captured: dict[str, str] = {}
         self._recorded: list[trace.Recorded] | None = None
 
     def __enter__(self) -> profile:
@@ -65,6 +66,7 @@ class profile:  # noqa: N801 - a context manager, named like a function as in to
         traceback: TracebackType | None,
     ) -> None:
         self._threads = {t.native_id: t.name for t in threading.enumerate() if t.native_id}
+        self._captured = {f"sky:{i}": self._core.stats(i).captured for i in self._indices}
         self._recorded = [
             trace.Recorded(f"sky:{index}", place, Recording.read(self._core.stop_profile(serial)))
             for index, place, serial in self._running or ()
@@ -106,6 +108,8 @@ class profile:  # noqa: N801 - a context manager, named like a function as in to
         for name, place, recording in self._ended("summary"):
             first, *rest = Breakdown.of(recording).lines()
             lines += [f"{name} ({place}): {first}", *rest]
+            if captured := self._captured.get(name):
+                lines.append(f"Outside of profiles: {captured}")
             if recording.missing:
                 lines.append(f"The worker's part is missing: {recording.missing}")
             if recording.operations_dropped:

@@ -347,8 +347,15 @@ std::string Session::reply(bool interruptibly) {
     } catch (const Malformed& e) {
       fail(std::string("the worker's lost links cannot be read: ") + e.what());
     }
+  if (C10_UNLIKELY(status & kCaptureTold)) try {
+      Reader r(content.data(), content.size());
+      captured = r.text();
+      content.erase(0, content.size() - r.left());
+    } catch (const Malformed& e) {
+      fail(std::string("what the worker captures cannot be read: ") + e.what());
+    }
   warnings_.raise();
-  status &= ~(kWarned | kLinksLost);
+  status &= ~(kWarned | kLinksLost | kCaptureTold);
   if (status != kOk) complain({static_cast<Status>(status), std::move(content)});
   return content;
 }

@@ -217,9 +217,10 @@ class Session {
   std::unordered_map<uint64_t, int> confirmations;            // of rules, by kind; -1: one was not right
   std::map<std::vector<int64_t>, int64_t> attention_choices;  // by the kind of arguments
   std::atomic<uint64_t> seedings{0};                          // of the device's own generator
-  uint64_t settings = 0;                                      // as the worker knows them; 0: not told yet
-  bool warned = false;                                        // with the last reply
-  std::atomic<bool> was_surprised{false};                     // a promise was not kept: none is made any more
+  std::string captured;                    // what the worker says of a loop that it runs as graphs, or not
+  uint64_t settings = 0;                   // as the worker knows them; 0: not told yet
+  bool warned = false;                     // with the last reply
+  std::atomic<bool> was_surprised{false};  // a promise was not kept: none is made any more
 
  private:
   static const c10::DataPtr& pointer_of(const c10::TensorImpl* tensor) {

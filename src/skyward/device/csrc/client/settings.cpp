@@ -4,6 +4,7 @@
 #include <c10/core/DefaultDtype.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 namespace sky {
@@ -33,9 +34,15 @@ uint64_t read_settings(at::Context& context) {
   return settings | static_cast<uint64_t>(limit) << kBenchmarkLimitAt;
 }
 
+uint64_t captures() {
+  auto* said = std::getenv("SKYWARD_CAPTURE");
+  return flag(said && !std::strcmp(said, "0"), kNeverCaptures);
+}
+
 }  // namespace
 
 uint64_t settings_now() {
+  static const auto captured = captures();
   // All of these are members of one object. Comparing its bytes takes as long as asking for two of them.
   struct Last {
     char bytes[sizeof(at::Context)];
@@ -48,7 +55,7 @@ uint64_t settings_now() {
     std::memcpy(last.bytes, static_cast<void*>(&context), sizeof last.bytes);
   }
   return last.settings | static_cast<uint64_t>(c10::get_default_dtype_as_scalartype()) |
-         flag(c10::WarningUtils::get_warnAlways(), kWarnsAlways);
+         flag(c10::WarningUtils::get_warnAlways(), kWarnsAlways) | captured;
 }
 
 uint64_t with_precision(uint64_t settings, uint64_t known, Product product, bool on_cpu) {

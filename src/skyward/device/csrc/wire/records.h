@@ -174,6 +174,7 @@ enum Setting : uint64_t {
   // Products of half precision on a GPU.
   kHalfAccumulates = 1u << 19,
   kWarnsAlways = uint64_t{1} << 39,
+  kNeverCaptures = uint64_t{1} << 54,  // not PyTorch's: records are to be carried out one by one
 };
 // Fields of more than a bit, each at its place. A reduction is a CuBLASReductionOption, a priority five kernels.
 constexpr int kHalfReductionAt = 20, kBrainReductionAt = 22, kAttentionPriorityAt = 24, kPriorityBits = 3;
@@ -208,6 +209,9 @@ constexpr uint8_t kWarned = 0x80;
 // Added if links were lost since the last reply. Before the rest of the content, after any warnings, comes a text of
 // their numbers, each a u64. The client ends them at both ends, and makes others when there is something to copy.
 constexpr uint8_t kLinksLost = 0x40;
+// Added if the worker has changed its mind about a loop since the last reply: whether graphs run in place of its
+// records. Next in the content comes a text that says so.
+constexpr uint8_t kCaptureTold = 0x20;
 enum WarningFlag : uint8_t { kDeprecation = 1, kVerbatim = 2 };
 
 class Writer {

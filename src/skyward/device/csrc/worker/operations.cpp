@@ -198,6 +198,8 @@ c10::DispatchKeySet plain_keys(const torch::jit::Stack& stack, c10::Device devic
 // A graph that was recorded (the client then counts its calls) writes to the same memory at each run, without being
 // given it. What the last run left there may still be on its way.
 void Session::before_graph() {
+  // It may return memory that it was given.
+  end_repeating("the session runs compiled graphs");
   constexpr size_t kGeneration = 2;
   if (stack_[kGeneration].toScalar().toLong()) await_passages_of_graphs();
 }
@@ -418,6 +420,7 @@ bool Session::describe_resized(Writer& w, const Spec& s, uint32_t number, int64_
     const auto& before = layouts_[s.layout];
     if (view.sizes() == c10::IntArrayRef(before.sizes) && view.strides() == c10::IntArrayRef(before.strides))
       return false;
+    forget_loop("memory that it uses was changed");
     w.u32(index);
     write_tensor(w, view);
     held.keep_memory();

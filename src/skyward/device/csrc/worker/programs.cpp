@@ -37,8 +37,8 @@ size_t checked_count(Reader& r, size_t size) {
   return count;
 }
 
-bool has_generator(const Spec& s) {
-  return s.kind == kGeneratorArg || std::any_of(s.items.begin(), s.items.end(), has_generator);
+bool is_in(const std::vector<uint32_t>& slots, uint32_t number) {
+  return std::find(slots.begin(), slots.end(), number) != slots.end();
 }
 
 }  // namespace
@@ -99,7 +99,7 @@ size_t Session::look_at(const char* data, size_t size, Touched& touched, bool& m
   if (head < kFirstRecord) {
     if (head >= templates_.size()) throw Malformed("an undefined template");
     auto& t = templates_[head];
-    may_be_graph = !t.is_graph && !std::any_of(t.args.begin(), t.args.end(), has_generator);
+    may_be_graph = !t.is_graph && !t.uses_generator;
     Reader payload(r.bytes(t.payload), t.payload);
     for (auto& arg : t.args) each_slot(payload, arg, [&](uint32_t slot) { touched.used.push_back(slot); });
     for (uint32_t i = 0; i < t.new_slots; i++) touched.made.push_back(r.u32());
@@ -167,8 +167,21 @@ std::optional<std::vector<Lying>> Session::lying(const std::vector<uint32_t>& sl
 }
 
 void Session::put_back(const std::vector<uint32_t>& slots, const std::vector<Lying>& before) {
-  for (auto number : slots) slots_.clear(slots_[number]);
-  for (auto& [number, storage] : before) slots_.hold(slots_[number], storage);
+  std::map<uint32_t, c10::Storage> lay(before.begin(), before.end());
+  for (auto number : slots) {
+    auto found = lay.find(number);
+    if (found == lay.end()) slots_.clear(slots_[number]);
+    else lay_down(slots_[number], found->second);
+  }
+}
+
+// Has a slot lie where a graph expects it, or has left it.
+void Session::lay_down(Slot& held, const c10::Storage& storage) {
+  if (!held.poison && held.has_memory() && held.memory().is_alias_of(storage)) return;
+  slots_.clear(held);
+  slots_.hold(held, storage);
+  // What keeps the tensor longer than until the next run has to take a copy.
+  held.is_of_graph = true;
 }
 
 // Makes a graph of a part, which is not run by that; returns whether it could.
@@ -182,7 +195,12 @@ bool Session::capture(Program& program, Part& part) {
   std::sort(all.begin(), all.end());
   all.erase(std::unique(all.begin(), all.end()), all.end());
   auto before = lying(all);
-  if (!before || !captures.begin || !captures.begin()) return false;
+  if (!before) return false;
+  // What lies on the host is read when a graph is made, and not when it runs.
+  for (auto& [number, storage] : *before)
+    if (storage.device().type() != device_.type() && is_in(touched.used, number) && !is_in(touched.made, number))
+      return false;
+  if (!captures.begin || !captures.begin()) return false;
   auto earlier = std::exchange(first_error_, nullptr);
   auto operations = count_;
   try {
@@ -194,10 +212,10 @@ bool Session::capture(Program& program, Part& part) {
   bool is_whole = !std::exchange(first_error_, earlier);
   auto graph = captures.end(is_whole);
   auto after = graph ? lying(all) : std::nullopt;
+  count_ = operations;
+  put_back(all, *before);
   if (!after) {
     if (graph) captures.drop(graph);
-    count_ = operations;
-    put_back(all, *before);
     return false;
   }
   part.graph = graph;
@@ -209,8 +227,6 @@ bool Session::capture(Program& program, Part& part) {
     auto found = lay.find(number);
     if (found != lay.end() && found->second.is_alias_of(storage)) continue;
     part.left.emplace_back(number, storage);
-    // What keeps a tensor here longer than until the next run has to take a copy.
-    slots_[number].is_of_graph = true;
   }
   for (auto& [number, storage] : lay)
     if (!lies.count(number)) part.gone.push_back(number);
@@ -227,31 +243,26 @@ bool Session::bring(const Program& program, const Part& part) {
         held.memory().nbytes() != storage.nbytes())
       return false;
     byte_view(storage, 0, storage.nbytes()).copy_(byte_view(held.memory(), 0, storage.nbytes()));
-    slots_.clear(held);
-    slots_.hold(held, storage);
+    lay_down(held, storage);
   }
   return true;
 }
 
-void Session::run_part(Program& program, Part& part) {
+// Returns false if its records have to be carried out.
+bool Session::run_as_graph(Program& program, Part& part) {
   if (part.may_be_graph && !part.graph) part.may_be_graph = capture(program, part);
-  if (!part.may_be_graph) return run_records(program, part.begin, part.end);
+  if (!part.may_be_graph) return false;
   if (!bring(program, part)) {
     program.is_stale = true;
-    return run_records(program, part.begin, part.end);
+    return false;
   }
   if (!captures.run(part.graph)) {
     note({"a CUDA graph cannot be run; the worker's log says why", kFailed, "running a program"});
-    return;
+    return true;
   }
-  for (auto& [number, storage] : part.left) {
-    auto& held = slots_[number];
-    if (!held.poison && held.has_memory() && held.memory().is_alias_of(storage)) continue;
-    slots_.clear(held);
-    slots_.hold(held, storage);
-    held.is_of_graph = true;
-  }
+  for (auto& [number, storage] : part.left) lay_down(slots_[number], storage);
   for (auto number : part.gone) slots_.clear(slots_[number]);
+  return true;
 }
 
 // Copies bytes from one slot to another that has memory, and what went wrong.
@@ -315,7 +326,8 @@ void Session::replay(Reader& r) {
     run_records(program, 0, program.records.size());
     program.runs++;
   } else {
-    for (auto& part : program.parts) run_part(program, part);
+    for (auto& part : program.parts)
+      if (!run_as_graph(program, part)) run_records(program, part.begin, part.end);
   }
   if (std::exchange(program.is_stale, false)) {
     program.forget_graphs();

@@ -76,12 +76,16 @@ void Session::serve() {
   constexpr timespec kMoment{0, 100'000};
   // As long as memory is kept to be used again, its age is looked at.
   constexpr timespec kWhile{0, 100'000'000};
+  // What has begun as it did before is awaited for so long.
+  constexpr timespec kPatience{0, 300'000};
   for (;;) {
     if (have_ == buffer_.size()) buffer_.resize(2 * buffer_.size());
     auto* into = decoder_ ? coded.data() : buffer_.data() + have_;
     auto room = decoder_ ? coded.size() : buffer_.size() - have_;
     size_t n = 0;
-    auto arrival = ops_.receive_some(into, room, n, !copies_.is_empty() ? &kMoment : idle_bytes() ? &kWhile : nullptr);
+    auto* most = !copies_.is_empty() ? &kMoment : repeating_.waits ? &kPatience : idle_bytes() ? &kWhile : nullptr;
+    auto arrival = ops_.receive_some(into, room, n, most);
+    if (arrival != Stream::kBytes && repeating_.waits) wait_no_longer();
     if (arrival == Stream::kEnd) return;
     copies_.collect();
     free_idle(false);
@@ -104,9 +108,13 @@ void Session::serve() {
 // All records that have arrived whole.
 void Session::carry_out() {
   size_t at = 0;
-  while (size_t used = recording_.is_on() ? recorded_step(buffer_.data() + at, have_ - at)
-                                          : step(buffer_.data() + at, have_ - at))
-    at += used;
+  auto next = [&] {
+    auto* data = buffer_.data() + at;
+    auto size = have_ - at;
+    if (C10_UNLIKELY(recording_.is_on())) return recorded_step(data, size);
+    return may_repeat() ? repeating_step(data, size) : step(data, size);
+  };
+  while (size_t used = next()) at += used;
   std::memmove(buffer_.data(), buffer_.data() + at, have_ - at);
   have_ -= at;
 }
@@ -155,11 +163,10 @@ size_t Session::step(const char* data, size_t size) {
     case kFetch: return sized(data, size, [&](Reader& r) { fetch(r); });
     case kSync: return fixed(data, size, 8, [&](Reader& r) { synchronize(r); });
     case kGenerator: return sized(data, size, [&](Reader& r) { generator(r); });
-    case kStream:
-      return fixed(data, size, 8, [&](Reader& r) { attempt("choosing a stream", [&] { streams_.use(r.u32()); }); });
+    case kStream: return fixed(data, size, 8, [&](Reader& r) { use_stream(r.u32()); });
     case kUsedOn: return fixed(data, size, 12, [&](Reader& r) { used_on(r); });
     case kEvent: return fixed(data, size, 13, [&](Reader& r) { event(r); });
-    case kSettings: return fixed(data, size, 12, [&](Reader& r) { sky::settle(r.u64(), device_); });
+    case kSettings: return fixed(data, size, 12, [&](Reader& r) { sky::settle(settings_ = r.u64(), device_); });
     case kShare: return fixed(data, size, 16, [&](Reader& r) { share(r); });
     case kUnshare: return fixed(data, size, 8, [&](Reader& r) { unshare(r); });
     case kCopyIn: return fixed(data, size, 36, [&](Reader& r) { copy_in(r); });
@@ -185,6 +192,7 @@ bool Session::reply(Status status, std::string_view content, std::string_view ma
   Writer w;
   auto warned = warnings_.take();
   auto lost = Peers::all().take_lost();
+  auto captured = std::exchange(repeating_.news, {});
   Answer answer;
   if (C10_UNLIKELY(ranks_.is_mesh())) {
     auto own = status == kOk && agreement == Agreement::kEach ? ranks_.tagged(content) : std::string(content);
@@ -194,14 +202,19 @@ bool Session::reply(Status status, std::string_view content, std::string_view ma
     // The first rank's are those of all.
     if (!ranks_.is_first()) warned.clear();
   }
-  size_t before = (warned.empty() ? 0 : 4 + warned.size()) + (lost.empty() ? 0 : 4 + lost.size());
-  w.u32(static_cast<uint32_t>(before + content.size()));
-  w.u8(status | (warned.empty() ? 0 : kWarned) | (lost.empty() ? 0 : kLinksLost));
-  if (!warned.empty()) w.text(warned);
-  if (!lost.empty()) w.text(lost);
+  bool is_well = status == kOk;
+  Writer before;
+  for (auto& [text, flag] : {std::pair(&warned, kWarned), {&lost, kLinksLost}, {&captured, kCaptureTold}}) {
+    if (text->empty()) continue;
+    before.text(*text);
+    status = static_cast<Status>(status | flag);
+  }
+  w.u32(static_cast<uint32_t>(before.size() + content.size()));
+  w.u8(status);
+  w.raw(before.bytes().data(), before.size());
   w.raw(content.data(), content.size());
   ops_.send(w.bytes().data(), w.size());
-  return status == kOk;
+  return is_well;
 }
 
 // Replies what `f` writes, or how it failed.
@@ -252,7 +265,13 @@ void Session::reply_done() {
   else reply(kOk, "");
 }
 
+void Session::use_stream(uint32_t stream) {
+  if (stream) end_repeating("the session uses several streams");
+  attempt("choosing a stream", [&] { streams_.use(stream); });
+}
+
 void Session::used_on(Reader& r) {
+  end_repeating("the session uses several streams");
   auto& held = slots_[r.u32()];
   auto stream = r.u32();
   if (held.has_memory()) attempt("record_stream", [&] { streams_.used_on(held.memory(), stream); });

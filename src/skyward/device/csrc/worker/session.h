@@ -27,6 +27,7 @@
 #include "programs.h"
 #include "ranks.h"
 #include "recording.h"
+#include "repeating.h"
 #include "slots.h"
 #include "streams.h"
 #include "warnings.h"
@@ -80,6 +81,8 @@ struct Template {
   bool resizes = false;   // its `out=` arguments
   bool is_graph = false;  // it runs a compiled graph
   bool is_collective = false;
+  bool uses_generator = false;
+  bool is_own = false;  // PyTorch's: it does what it says, and nothing else
   // Its results stay where they are: a collective may still be writing to them.
   bool stays() const { return is_graph || is_collective; }
   std::vector<bool> alias;  // which returns are arguments written to
@@ -118,6 +121,7 @@ class Session {
   template <typename F>
   size_t sized(const char* data, size_t size, F&& f);
   void synchronize(Reader& r);
+  void use_stream(uint32_t stream);
   void used_on(Reader& r);
   void tell_traits();
   void tell_mark();
@@ -191,15 +195,31 @@ class Session {
   void replay(Reader& r);
   size_t program_step(const char* data, size_t size);
   void run_records(const Program& program, size_t begin, size_t end);
-  void run_part(Program& program, Part& part);
+  bool run_as_graph(Program& program, Part& part);
   size_t look_at(const char* data, size_t size, Touched& touched, bool& may_be_graph);
   void divide(Program& program);
   std::optional<std::vector<Lying>> lying(const std::vector<uint32_t>& slots);
+  void lay_down(Slot& held, const c10::Storage& storage);
   void put_back(const std::vector<uint32_t>& slots, const std::vector<Lying>& before);
   bool capture(Program& program, Part& part);
   bool bring(const Program& program, const Part& part);
   void copy_bytes(Slot& from, uint64_t offset, Slot& to, uint64_t into, uint64_t bytes);
   void hand_out(Slot& from, Slot& to);
+
+  // repeating.cpp: loops that are recognised, and run as graphs without being told to.
+  bool may_repeat() const;
+  size_t repeating_step(const char* data, size_t size);
+  size_t repeat(const char* data, size_t size);
+  bool run_stretch(Stretch& stretch);
+  void notice(const char* data, size_t size);
+  void try_loop();
+  void passed(size_t records, bool as_graph);
+  void next_phase();
+  void forget_loop(const char* why);
+  void give_up(const char* why);
+  void keep_loop();
+  void end_repeating(const char* why);
+  void wait_no_longer();
 
   // bytes.cpp: memory and what is in it.
   c10::Storage new_storage(uint64_t bytes);
@@ -213,6 +233,7 @@ class Session {
   void show_memory() {
     arrivals_.await_all();
     is_seen_ = true;
+    end_repeating("others see memory of the device");
   }
   void receive_and_pass(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
   void receive_from_ring(Slot& held, uint64_t offset, uint64_t bytes, bool drop);
@@ -278,6 +299,8 @@ class Session {
   uint64_t count_ = 0;
   Arrivals arrivals_;
   Ranks& ranks_ = Ranks::all();
+  uint64_t settings_ = 0;
+  Repeating repeating_;
   bool stands_in_ = false;  // what cannot be read is taken as zeros
   bool is_seen_ = false;    // whether others see memory of this session
 };

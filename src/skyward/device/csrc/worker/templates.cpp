@@ -1,4 +1,6 @@
 // Definitions: what an operation's arguments are made of, and what it returns.
+#include <algorithm>
+
 #include "../wire/values.h"
 #include "session.h"
 
@@ -43,6 +45,10 @@ int64_t choices_of(const c10::Argument& argument) {
     case c10::TypeKind::MemoryFormatType: return static_cast<int64_t>(c10::MemoryFormat::NumOptions);
     default: return 0;
   }
+}
+
+bool has_generator(const Spec& s) {
+  return s.kind == kGeneratorArg || std::any_of(s.items.begin(), s.items.end(), has_generator);
 }
 
 void check_choice(const c10::Argument& argument, const Spec& s) {
@@ -128,6 +134,7 @@ void Session::define(Reader& r) { templates_.push_back(read_template(r)); }
 void Session::redefine(Reader& r) {
   auto id = r.u32();
   if (id >= templates_.size()) throw Malformed("an undefined template");
+  forget_loop("an operation was forgotten");
   templates_[id] = read_template(r);
 }
 
@@ -137,6 +144,7 @@ Template Session::read_template(Reader& r) {
   Template t;
   t.name = overload.empty() ? name : name + "." + overload;
   t.is_graph = name == "skyward::run";
+  t.is_own = name.starts_with("aten::");
   t.is_collective = ranks_.is_mesh() && (t.is_graph || is_collective(name));
   find_operator(t, name, overload, origin.substr(std::min(origin.size(), signature.size() + 1)));
   t.payload = r.u32();
@@ -161,6 +169,7 @@ Template Session::read_template(Reader& r) {
     t.op = std::nullopt;
     return t;
   }
+  t.uses_generator = std::any_of(t.args.begin(), t.args.end(), has_generator);
   for (uint32_t i = 0; i < n; i++) {
     check_choice(schema.arguments()[i], t.args[i]);
     auto* alias = schema.arguments()[i].alias_info();
