@@ -16,7 +16,7 @@ namespace {
 
 // Rounds are timed together that take so long, and two at least, so often; before that, some pass untimed: a client
 // that was ahead of the worker has issued what comes first.
-constexpr std::chrono::milliseconds kTimed{200};
+constexpr std::chrono::milliseconds kTimed{100};
 constexpr size_t kRounds = 2, kTimes = 5, kMakingRounds = 4;
 // Graphs stay if they take so much of the time that records take; and so much of the memory, or as much more as this
 // part of what the GPU has.
@@ -28,8 +28,10 @@ constexpr std::chrono::seconds kBeforeImport{2};
 constexpr size_t kRoundsOfOthers = 4, kRecordsOfOthers = 4096;
 // A graph is made anew so often when what it was made for lies elsewhere.
 constexpr int kGraphsMost = 3;
-// After so many loops that were not worth it, no further one is tried.
-constexpr int kFailuresMost = 8;
+// After so many loops that were not worth it, no further one is tried; before that, so many times as many records pass
+// as are looked at otherwise: seconds, in which the program may have come to another loop.
+constexpr int kFailuresMost = 4;
+constexpr size_t kRest = 16;
 
 // The first one is not typical.
 double median(std::vector<double> values) {
@@ -89,7 +91,7 @@ void Session::forget_loop(const char* why) {
 }
 
 void Session::give_up(const char* why) {
-  repeating_.repeats.rest();
+  repeating_.repeats.rest(kRest);
   if (++repeating_.failures < kFailuresMost) forget_loop(why);
   else end_repeating(why);
 }
@@ -239,14 +241,13 @@ void Session::passed(size_t records, bool as_graph) {
 void Session::next_phase() {
   auto& it = repeating_;
   if (it.phase == Repeating::kTimingRecords) {
+    // Once more, without the oldest time.
+    if (later_import().run && Clock::now() - it.found < kBeforeImport) return void(it.times.erase(it.times.begin()));
     it.by_records = median(it.times);
-    bool may_import = !later_import().run || Clock::now() - it.found > kBeforeImport;
-    if (may_import) {
-      it.memory = reserved(device_);
-      it.phase = Repeating::kMaking;
-    }
+    it.memory = reserved(device_);
+    it.phase = Repeating::kMaking;
   } else if (!it.replayed) {
-    it.repeats.rest();
+    it.repeats.rest(1);
     return forget_loop("it ended, or no graph can be made of it");
   } else if (it.phase == Repeating::kMaking) {
     it.phase = Repeating::kTimingGraphs;

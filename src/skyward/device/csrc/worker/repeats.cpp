@@ -53,8 +53,8 @@ void Repeats::forget() {
   next_look_ = kFirstLook;
 }
 
-void Repeats::rest() {
-  skips_ = std::min(kSkipsMost, std::max<size_t>(1, 2 * skips_));
+void Repeats::rest(size_t least) {
+  skips_ = std::min(kSkipsMost, std::max(least, 2 * skips_));
   skipped_ = 0;
 }
 
@@ -101,7 +101,7 @@ std::optional<Repeats::Period> Repeats::look() {
     next_look_ = 2 * noted_.size();
     if (next_look_ <= kNotedMost && bytes_.size() < kBytesMost) return std::nullopt;
     forget();
-    rest();
+    rest(1);
     return std::nullopt;
   }
   auto last = noted_.size() - period;

@@ -30,8 +30,8 @@ class Repeats {
   std::optional<Period> look();
   // What was noted is no sign of what will come.
   void forget();
-  // Nothing came of it: records pass unseen for a while, and each time for twice as long.
-  void rest();
+  // Nothing came of it: so many times as many records as are kept pass unseen at least, and each time twice as many.
+  void rest(size_t least);
 
  private:
   struct Noted {
