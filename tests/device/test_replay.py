@@ -1140,6 +1140,7 @@ class TestRefused:
 
         refused(make, "it records an event that takes the time; record it outside")
 
+    @pytest.mark.usefixtures("is_current")
     def test_a_wait_for_what_was_recorded_before(self, device) -> None:
         def make() -> Work:
             xs, event = batches(device), torch.Event(device)
@@ -1214,6 +1215,36 @@ class TestRefused:
             return Work(step, lambda number: (xs[number],))
 
         refused(make, "it reaches 2 devices")
+
+    @pytest.mark.parametrize(
+        ("does", "why"),
+        [
+            ("record", "an event of another device"),
+            ("wait", "an event of another device"),
+            ("seed", "a generator of another device"),
+            ("empty", "a question to another device"),
+        ],
+    )
+    def test_what_is_told_to_another_device(self, device, other_device, does, why) -> None:
+        def make() -> Work:
+            xs, event = batches(device), torch.Event(device)
+            stream = torch.accelerator.current_stream(device)
+            event.record()
+            act = {
+                "record": event.record,
+                "wait": lambda: stream.wait_event(event),
+                "seed": lambda: torch.sky.manual_seed(3),
+                "empty": torch.sky.empty_cache,
+            }[does]
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                act()
+                return x * 2
+
+            return Work(step, lambda number: (xs[number],))
+
+        with torch.sky.device(other_device):
+            refused(make, rf"it does what cannot be replayed: {why}\n.*test_replay\.py:\d+: ")
 
     def test_what_is_no_function(self) -> None:
         with pytest.raises(sky.errors.ConfigurationError, match=r"replay\(3\): give a function"):

@@ -22,6 +22,7 @@ std::string tell_generator(int index, uint32_t id, GeneratorAction action, std::
   w.u8(action);
   w.text(content);
   auto line = line_of_tape();
+  if (action != kForget) session.block_tape_elsewhere("a generator of another device");
   std::lock_guard lock(session.mutex);
   session.begin();
   if (auto* noted = session.tape(); noted && action != kForget)

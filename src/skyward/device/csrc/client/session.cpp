@@ -473,6 +473,7 @@ void Session::used_on(uint32_t slot, uint32_t stream) {
 }
 
 std::string Session::event(uint32_t event, EventAction action, uint32_t other) {
+  if (action != kForgetEvent) block_tape_elsewhere("an event of another device");
   std::lock_guard lock(mutex);
   begin();
   struct __attribute__((packed)) {
@@ -493,6 +494,7 @@ std::string Session::event(uint32_t event, EventAction action, uint32_t other) {
 }
 
 std::array<uint64_t, kMemoryFigures> Session::memory(MemoryAction action) {
+  block_tape_elsewhere("a question to another device");
   std::lock_guard lock(mutex);
   begin();
   struct __attribute__((packed)) {

@@ -175,6 +175,8 @@ class Session {
   void start_tape();
   std::string stop_tape();
   Tape* tape() { return C10_UNLIKELY(tape_ != nullptr) && tape_->is_mine() ? tape_.get() : nullptr; }
+  // Before this session's lock is taken: a replay of what this thread is taped on would not do it here.
+  void block_tape_elsewhere(std::string_view what);
   std::vector<uint32_t> reserve(uint32_t count);
   void give_back(const std::vector<uint32_t>& slots) noexcept;
   void close(const std::string& why);

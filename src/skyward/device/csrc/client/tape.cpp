@@ -85,14 +85,24 @@ void Session::start_tape() {
   tape_ = std::make_unique<Tape>();
   tape_->settings(settings);
   tapes++;
+  taped_on = serial;
 }
 
 std::string Session::stop_tape() {
+  taped_on = 0;
   std::lock_guard lock(mutex);
   SKY_CHECK(tape_, "sky:", index, " is not recorded");
   auto tape = std::move(tape_);
   tapes--;
   return tape->content();
+}
+
+void Session::block_tape_elsewhere(std::string_view what) {
+  if (C10_LIKELY(!taped_on || taped_on == serial)) return;
+  auto line = line_of_tape();
+  auto& taped = *session_by_serial(taped_on);
+  std::lock_guard lock(taped.mutex);
+  if (auto* noted = taped.tape()) noted->blocked(what, line);
 }
 
 std::vector<uint32_t> Session::reserve(uint32_t count) {

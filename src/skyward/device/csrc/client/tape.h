@@ -15,6 +15,9 @@ namespace sky {
 // How many sessions are taped: all that an operation looks at while there are none.
 inline std::atomic<int> tapes{0};
 
+// The serial of the session that this thread is taped on, or 0.
+inline thread_local uint32_t taped_on = 0;
+
 // Python's: the number of the line of the user's that runs now.
 inline int (*line_now)() = nullptr;
 
