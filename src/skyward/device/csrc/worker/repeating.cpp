@@ -41,7 +41,7 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-enum class Asked { kGraphs, kRecords, kNothing };
+enum class Asked { kGraphs, kRecords, kNever };
 
 // What the node's environment asks for. For tests without a GPU, what is recognised is carried out as the records that
 // were kept of it.
@@ -49,7 +49,7 @@ Asked asked() {
   static const auto found = [] {
     auto* said = std::getenv("SKYWARD_CAPTURE");
     std::string_view name = said ? said : "";
-    return name == "0" ? Asked::kNothing : name == "records" ? Asked::kRecords : Asked::kGraphs;
+    return name == "0" ? Asked::kNever : name == "records" ? Asked::kRecords : Asked::kGraphs;
   }();
   return found;
 }
@@ -70,7 +70,7 @@ bool takes_too_much(uint64_t before, c10::Device device) {
 
 bool Session::may_repeat() const {
   if (repeating_.phase == Repeating::kOff || settings_ & kNeverCaptures || ranks_.is_mesh()) return false;
-  return captures.begin ? asked() != Asked::kNothing : asked() == Asked::kRecords;
+  return captures.begin ? asked() != Asked::kNever : asked() == Asked::kRecords;
 }
 
 // For good: what the session does is not for graphs.

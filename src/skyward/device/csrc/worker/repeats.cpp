@@ -15,7 +15,7 @@ constexpr size_t kNotedMost = 1 << 16, kBytesMost = 16 << 20;
 constexpr size_t kWindow = 16, kPlaces = 16;
 constexpr size_t kPeriodLeast = 8;
 // Once around, so much of what comes again has the same bytes.
-constexpr double kSame = 0.6;
+constexpr double kSamePart = 0.6;
 // Fewer operations are no stretch: whether it is worth while is measured.
 constexpr size_t kStretchLeast = 3;
 // Before the next look, so many times as many records pass unseen at most.
@@ -77,7 +77,7 @@ bool Repeats::repeats(size_t period) const {
     if (!noted_[i].is_like(noted_[i - period])) return false;
     same += noted_[i].hash == noted_[i - period].hash;
   }
-  return same >= 2 * kSame * static_cast<double>(period);
+  return same >= 2 * kSamePart * static_cast<double>(period);
 }
 
 size_t Repeats::period() const {
