@@ -90,11 +90,8 @@ int sky_stats(int index, uint64_t* out) {
 
 // What the worker has last said of a loop, without asking it.
 int sky_captured(int index, char* text, uint64_t size) {
-  return sky::guarded([&] {
-    auto& session = sky::session_at(static_cast<c10::DeviceIndex>(index));
-    std::lock_guard lock(session.mutex);
-    snprintf(text, size, "%s", session.captured.c_str());
-  });
+  return sky::guarded(
+      [&] { snprintf(text, size, "%s", sky::session_at(static_cast<c10::DeviceIndex>(index)).captured().c_str()); });
 }
 
 int sky_seed(int index, uint64_t seed) {

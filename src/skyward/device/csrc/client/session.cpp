@@ -349,7 +349,8 @@ std::string Session::reply(bool interruptibly) {
     }
   if (C10_UNLIKELY(status & kCaptureTold)) try {
       Reader r(content.data(), content.size());
-      captured = r.text();
+      std::lock_guard lock(captured_mutex_);
+      captured_ = r.text();
       content.erase(0, content.size() - r.left());
     } catch (const Malformed& e) {
       fail(std::string("what the worker captures cannot be read: ") + e.what());
@@ -506,6 +507,11 @@ std::array<uint64_t, kMemoryFigures> Session::memory(MemoryAction action) {
   SKY_CHECK(content.size() == sizeof figures, "the worker answered with ", content.size(), " bytes");
   std::memcpy(figures.data(), content.data(), sizeof figures);
   return figures;
+}
+
+std::string Session::captured() {
+  std::lock_guard lock(captured_mutex_);
+  return captured_;
 }
 
 const std::array<uint64_t, kTraitCount>& Session::traits() {

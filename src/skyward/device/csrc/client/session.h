@@ -165,6 +165,7 @@ class Session {
   void used_on(uint32_t slot, uint32_t stream);
   std::string event(uint32_t event, EventAction action, uint32_t other);
   std::array<uint64_t, kMemoryFigures> memory(MemoryAction action);
+  std::string captured();  // what the worker has said of a loop that it runs as graphs, or not; never waits
   const std::array<uint64_t, kTraitCount>& traits();
   void unshare(uint32_t area);  // pinned memory that is no more
   std::string exported(const std::vector<uint32_t>& slots);
@@ -219,10 +220,9 @@ class Session {
   std::unordered_map<uint64_t, int> confirmations;            // of rules, by kind; -1: one was not right
   std::map<std::vector<int64_t>, int64_t> attention_choices;  // by the kind of arguments
   std::atomic<uint64_t> seedings{0};                          // of the device's own generator
-  std::string captured;                    // what the worker says of a loop that it runs as graphs, or not
-  uint64_t settings = 0;                   // as the worker knows them; 0: not told yet
-  bool warned = false;                     // with the last reply
-  std::atomic<bool> was_surprised{false};  // a promise was not kept: none is made any more
+  uint64_t settings = 0;                                      // as the worker knows them; 0: not told yet
+  bool warned = false;                                        // with the last reply
+  std::atomic<bool> was_surprised{false};                     // a promise was not kept: none is made any more
 
  private:
   static const c10::DataPtr& pointer_of(const c10::TensorImpl* tensor) {
@@ -297,6 +297,8 @@ class Session {
   std::mutex reason_mutex_;
   std::condition_variable explained_;
   std::string reason_;  // of the first to close it
+  std::mutex captured_mutex_;
+  std::string captured_;
   std::string closed_;
   bool is_closed_ = false, is_disowned_ = false, is_mesh_ = false;
   std::atomic<bool> is_retired_{false};
