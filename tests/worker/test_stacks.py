@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -149,6 +150,28 @@ def test_tasks_on_threads_are_told_apart(tmp_path: Path, eventually: Eventually)
     assert [name for _, name, _ in stacks.tasks] == ["waits_for"] * 2
     names = {thread.name for thread in stacks.threads if thread.task}
     assert names == {"skyward-task-0", "skyward-task-1"}
+
+
+def test_threads_of_an_agent_may_be_the_first_to_read_what_workers_answer() -> None:
+    """msgspec looks at a struct when it is first read, and a second thread finds half of it."""
+    program = """if True:
+    import threading
+    from skyward.worker import inspection, stacks
+
+    def amid() -> type:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+        return int
+
+    def read() -> None:
+        list(stacks._answers(b'{"number": 1, "teller": 2, "threads": [[3, "main", []]]}'))
+
+    inspection.amid = amid
+    inspection.ChildThread.__annotations__["ident"] = "amid()"
+    read()
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_signal_that_user_code_has_taken_is_not_sent(

@@ -95,6 +95,10 @@ class Facts(msgspec.Struct):
     """Which of the call's streams has the items."""
 
 
+# Or msgspec ends the process if two threads are the first to read a struct that has others.
+msgspec.msgpack.Decoder(Facts)
+
+
 @dataclass(frozen=True, slots=True)
 class NamedCall:
     """A call by name, as it is now."""

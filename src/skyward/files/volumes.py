@@ -28,6 +28,10 @@ AT_ONCE = 8
 """How many files travel at the same time."""
 
 
+# Made now: msgspec ends the process if two threads are the first to read a struct that has others.
+_listings = msgspec.msgpack.Decoder(Listing)
+
+
 class ServedVolume(Protocol):
     """What is at the path of a volume."""
 
@@ -71,7 +75,7 @@ class CopiedVolume:
         """Write back what has changed, unless the volume is read-only."""
         if self._read_only:
             return 0
-        self._copy.before = msgspec.msgpack.decode(self._listing.read_bytes(), type=Listing)
+        self._copy.before = _listings.decode(self._listing.read_bytes())
         written = self._copy.write_back(told)
         self._remember()
         return written
@@ -79,7 +83,7 @@ class CopiedVolume:
     def recover(self, told: Told) -> int:
         """Write back what processes wrote that were killed; refuses what has changed since."""
         try:
-            self._copy.before = msgspec.msgpack.decode(self._listing.read_bytes(), type=Listing)
+            self._copy.before = _listings.decode(self._listing.read_bytes())
             conflicts = self._copy.conflicts()
             if not conflicts:
                 return self.write_back(told)

@@ -95,6 +95,10 @@ class KeptPool(msgspec.Struct):
         return next((node for node in self.nodes if node.index == index), None)
 
 
+# Made now: msgspec ends the process if two threads are the first to read a struct that has others.
+_records = msgspec.json.Decoder(KeptPool)
+
+
 def folder() -> Path:
     """The folder of the records; it need not exist yet."""
     return state_folder() / "pools"
@@ -149,7 +153,7 @@ def read(name: str) -> KeptPool:
 def decode(data: bytes, where: str) -> KeptPool:
     """The record in these bytes."""
     try:
-        record = msgspec.json.decode(data, type=KeptPool)
+        record = _records.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise PoolError(
             f"the record {where} is damaged: {problem}; `sky down` with the pool's name ends what "

@@ -117,6 +117,10 @@ class _Format(msgspec.Struct):
     format: int
 
 
+# Made now: msgspec ends the process if two threads are the first to read a struct that has others.
+_manifests = msgspec.json.Decoder(Manifest)
+
+
 def contiguous(shape: list[int]) -> list[int]:
     """The strides of a contiguous tensor, in elements."""
     strides = [1] * len(shape)
@@ -152,7 +156,7 @@ def decode(data: bytes, where: str) -> Manifest:
                 f"{where}: a manifest of format {kind}, and this version of skyward reads "
                 f"{FORMAT}; update skyward"
             )
-        manifest = msgspec.json.decode(body, type=Manifest)
+        manifest = _manifests.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as problem:
         raise _damaged(where, str(problem)) from None
     for flaw in flaws(manifest):

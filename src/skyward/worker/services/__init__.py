@@ -188,7 +188,10 @@ class ServiceFunction:
             for each in self._parameters
             if each.name != "body"
         ]
-        return msgspec.defstruct("Arguments", fields, forbid_unknown_fields=True)
+        made = msgspec.defstruct("Arguments", fields, forbid_unknown_fields=True)
+        # Or msgspec ends the process if two threads are the first to read a struct that has others.
+        msgspec.msgpack.Decoder(made)
+        return made
 
     def __call__(self, caller: Caller, question: Question, body: bytearray) -> Any:
         """Answer a question; what it sends before the last reply is sent here."""
