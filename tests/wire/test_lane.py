@@ -155,14 +155,13 @@ def test_nothing_is_sent_to_an_executor_that_is_gone() -> None:
         executor.send(task(1, 1))
 
 
-def test_tasks_sent_ahead_to_an_executor_that_is_lost_keep_their_order() -> None:
+def a_dispatcher(packer: Packer) -> Dispatcher:
     loop: Any = SimpleNamespace(after_each_round=lambda action: None)
     console: Any = SimpleNamespace(note=print)
-    packer = Packer(encrypted=True, relayed=False)
     prospects = Prospects(grouped=False)
     prospects.expect(0)
     nothing: Any = None
-    dispatcher = Dispatcher(
+    return Dispatcher(
         loop,
         console,
         packer,
@@ -172,14 +171,36 @@ def test_tasks_sent_ahead_to_an_executor_that_is_lost_keep_their_order() -> None
         nothing,
         nothing,
     )
+
+
+def test_tasks_sent_ahead_to_an_executor_that_is_lost_keep_their_order() -> None:
+    packer = Packer(encrypted=True, relayed=False)
+    dispatcher = a_dispatcher(packer)
     lost, other = lane(Wire()), lane(Wire())
     tasks = [task(number, number) for number in range(8)]
     dispatcher.add(lost, usable=True)
     lost.tasks.update({each.id: each for each in tasks})
 
-    dispatcher.lose(lost, lambda call: WorkerDiedError(f"{call.name} is gone"))
+    dispatcher.lose(lost, lambda call: WorkerDiedError(f"{call.name} is gone"), all_read=True)
 
     assert [each.done for each in tasks] == [True] * 4 + [False] * 4
     dispatcher.add(other, usable=True)
     assert [dispatcher.lanes.assign_next(other) for _ in range(4)] == tasks[4:]
+    packer.close()
+
+
+def test_tasks_sent_ahead_to_an_executor_out_of_reach_run_again_only_if_they_may() -> None:
+    """The executor may have run them: their results have not come, or were not read."""
+    packer = Packer(encrypted=True, relayed=False)
+    dispatcher = a_dispatcher(packer)
+    lost = lane(Wire())
+    tasks = [task(number, number) for number in range(8)]
+    tasks[6].retries = 1
+    dispatcher.add(lost, usable=True)
+    lost.tasks.update({each.id: each for each in tasks})
+
+    dispatcher.lose(lost, lambda call: WorkerDiedError(f"{call.name} is gone"))
+
+    assert [each.id for each in tasks if not each.done] == [6]
+    assert tasks[6].retries == 0
     packer.close()

@@ -225,11 +225,19 @@ class Dispatcher:
         self.lanes.resume(lane)
         self._sending.release(lane)
 
-    def lose(self, lane: Lane, problem: Callable[[Task], SkywardError]) -> None:
-        """Give a lane up: its running tasks fail or are retried, its other tasks are requeued."""
+    def lose(
+        self, lane: Lane, problem: Callable[[Task], SkywardError], *, all_read: bool = False
+    ) -> None:
+        """Give a lane up: its running tasks fail or are retried.
+
+        Those that were sent ahead are requeued if the process has ended and all that it sent has
+        been read; else they may have run, and fail or are retried as well.
+        """
         self._show_unfinished(lane)
         self.packer.recipients.discard(lane)
         started, unstarted = self.lanes.remove(lane)
+        if not all_read:
+            started, unstarted = [*started, *unstarted], []
         self.counts.bytes_sent += lane.channel.bytes_sent
         self.counts.bytes_received += lane.channel.bytes_received
         lane.close()

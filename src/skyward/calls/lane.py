@@ -423,6 +423,7 @@ class Lane:
         "channel",
         "connection",
         "end_reason",
+        "given_up",
         "holdings",
         "load",
         "neighbor",
@@ -457,6 +458,8 @@ class Lane:
         self.pid, self.port = pid, port
         self.end_reason = ""
         """Why the process ended, after the agent has reported it; empty until then."""
+        self.given_up = False
+        """Whether the connection was given up, and with it what the process still has to send."""
         self._owner = owner
         self._sending: Task | None = None
         """The task that a thread is sending, or whose definitions it is sending."""

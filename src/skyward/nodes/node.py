@@ -1374,6 +1374,7 @@ class Node:
         lane.close()
         if resumes:
             # The process waits for the client to reconnect, but the client will not reconnect.
+            lane.given_up = True
             self.kill(lane, f"its connection was given up: {problem}")
         if lane.end_reason:
             self.lose_executor(lane, lane.end_reason)
@@ -1457,6 +1458,7 @@ class Node:
         fleet.dispatcher.lose(
             lane,
             lambda task: WorkerDiedError(f"{task.name} lost its worker on {lane.where}: {reason}"),
+            all_read=bool(lane.end_reason) and not lane.given_up,
         )
 
 
