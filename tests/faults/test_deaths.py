@@ -354,6 +354,24 @@ def test_an_executor_takes_the_place_of_the_one_before_it_when_that_one_is_lost(
     assert node.lanes == {(0, 0): after}
 
 
+def test_a_node_whose_worker_cannot_run_is_replaced_when_the_last_results_have_come() -> None:
+    """With the node, its connections are read no more."""
+    timers: list[Callable[[], None]] = []
+    replaced: list[str] = []
+    loop = SimpleNamespace(later=lambda seconds, action: timers.append(action))
+    fleet: Any = SimpleNamespace(roster=Roster(), loop=loop)
+    node: Any = Node(0, None, fleet)  # type: ignore[arg-type]
+    node._state = "ready"
+    node._replace = replaced.append
+    node.lanes[0, 0] = SimpleNamespace(pid=7, end_reason="killed")
+    node._executor_down(ExecutorDown(0, 0, 9, "it did not start", restarting=False))
+    timers.pop()()
+    assert replaced == []
+    node.lanes.clear()
+    timers.pop()()
+    assert replaced == ["worker 0 cannot run: it did not start"]
+
+
 # Retries.
 
 

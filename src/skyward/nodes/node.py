@@ -1400,14 +1400,23 @@ class Node:
             else:
                 self._lose_after_results(lane, down.reason)
         if not down.restarting:
-            failure = f"worker {down.worker} cannot run: {down.reason}"
-            if self._state == "starting":
-                self.give_up(PoolStartError(f"node {self.index} {failure}"))
-            else:
-                # Its calls, and broadcasts, would wait for it for ever.
-                self._replace(failure)
+            self._do_without(self.host, f"worker {down.worker} cannot run: {down.reason}")
         elif self._state == "starting" and lane is None:
             self._fleet.console.note(f"node {self.index}: worker {down.worker}: {down.reason}")
+
+    def _do_without(self, host: Host, failure: str) -> None:
+        """Give up or replace a node on that host: one of its workers cannot run."""
+        if self.host is not host:
+            return
+        if any(lane.end_reason for lane in list(self.lanes.values())):
+            # Their last results may still come; without these, calls that have run fail.
+            again = functools.partial(self._do_without, host, failure)
+            self._fleet.loop.later(PLACE_LOOK_SECONDS, again)
+        elif self._state == "starting":
+            self.give_up(PoolStartError(f"node {self.index} {failure}"))
+        else:
+            # Its calls, and broadcasts, would wait for it for ever.
+            self._replace(failure)
 
     def _replace(self, failure: str) -> None:
         """Lose the node, with its agent: that of a kept pool goes unless others use the pool.
