@@ -5,8 +5,9 @@ longest first, by the seconds in `seconds.txt`. Files that need Podman, pods, jo
 hosts wait for those more than they compute, so further processes begin with them, and then help the
 others. Nothing is run again because it failed: a test that fails at times has or shows a defect.
 
-Every commit has another order, and every run with `--all`: `--order 1234` repeats one, which a run
-prints. The order says which files share a process, and shuffles files, classes and tests within it.
+`make test` gives an order; without `--order`, each commit has one of its own, and each run with
+`--all`. A run prints its order, which says what files share a process, and shuffles files, classes
+and tests within it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@
 #include <iomanip>
 
 #include "session.h"
-#include "settings.h"
 
 namespace sky {
 namespace {
